@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks" / "experiments"))
+sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "benchmarks" / "experiments")]
 import all_methods  # noqa: E402
 import rows  # noqa: E402
+from tables import format_keeps, format_table  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 BENCH = RESULTS / "bench.jsonl"
@@ -42,18 +43,19 @@ def summary() -> str:
     shown = [row for row in results.rows if row.site is not None]
     keeps = sorted({row.keep for row in shown}, reverse=True)
     by_setting = {(row.method, row.keep): row for row in shown}
-    lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
-    for name in dict.fromkeys(row.method for row in shown):
-        cells = [_accuracy_at_tokens(by_setting.get((name, keep))) for keep in keeps]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    lines = [
+        [f"`{name}`", *(_accuracy_at_tokens(by_setting.get((name, keep))) for keep in keeps)]
+        for name in dict.fromkeys(row.method for row in shown)
+    ]
     base = results.baseline
     note = (
         f"Correct answers in %, of {base.questions} questions, @ visual tokens averaged over layers. Unpatched: "
         f"{100 * base.overall.value:.1f} @{base.tokens_average:.0f}. ≤rnd, ≤down: not significantly better than "
         f"`random` or `downsample`. ▼n: n of {len(base.kinds)} kinds of questions lose over 20 points. {_raw(BENCH)}; "
-        f"print all columns with `tokenprune report {BENCH.relative_to(ROOT).as_posix()}`."
+        f"print all columns with `tokenprune report {BENCH.relative_to(ROOT).as_posix()} --details`."
     )
-    return "\n\n".join(["![Accuracy against visual tokens](docs/images/bench.png)", "\n".join(lines), note])
+    table = format_table(["method", *format_keeps(keeps)], lines)
+    return "\n\n".join(["![Accuracy against visual tokens](docs/images/bench.png)", table, note])
 
 
 def _accuracy_at_tokens(row: Any) -> str:
@@ -68,17 +70,18 @@ def videos() -> str:
     """Return accuracy on drawn videos, the best method first, and the controls."""
     results = results_of(VIDEOS)
     base, *pruned = results.rows
-    lines = ["| method | tokens per layer | evidence, % | correct, % |", "|---|---:|---:|---:|"]
+    lines = []
     for row in [base, *sorted(pruned, key=lambda row: -row.overall.value)]:
         name = "unpatched" if row is base else f"`{row.method}`"
         evidence = f"{100 * row.evidence['']:.0f}" if row.evidence and row is not base else ""
         mark = " ≤rnd" if "≤rnd" in row.marks else ""
-        lines.append(f"| {name} | {row.tokens_average:.0f} | {evidence} | {_interval(row.overall)}{mark} |")
+        lines.append([name, f"{row.tokens_average:.0f}", evidence, f"{_interval(row.overall)}{mark}"])
     note = (
         f"demo_video, {base.questions} questions, keep 0.25 (`pevlm`: 1). ≤rnd: not significantly better than "
-        f"`random`. {_raw(VIDEOS)}; print all tables with `tokenprune report {VIDEOS.relative_to(ROOT).as_posix()}`."
+        f"`random`. {_raw(VIDEOS)}; print all tables with "
+        f"`tokenprune report {VIDEOS.relative_to(ROOT).as_posix()} --details`."
     )
-    return "\n\n".join(["\n".join(lines), note])
+    return f"{format_table(['method', 'tokens per layer', 'evidence, %', 'correct, %'], lines, left=1)}\n\n{note}"
 
 
 def few() -> str:
@@ -98,17 +101,17 @@ def few() -> str:
         for name in sorted(means, key=lambda name: -means[name])
         if name in BASELINES[:2] or 100 * by_method[name][keeps[0]].overall.value >= MIN_KEPT_POINTS
     ]
-    lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
-    for name in shown:
-        cells = [_with_marks(by_method[name].get(keep), marks[keep].get(name, ())) for keep in keeps]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    lines = [
+        [f"`{name}`", *(_with_marks(by_method[name].get(keep), marks[keep].get(name, ())) for keep in keeps)]
+        for name in shown
+    ]
     note = (
         f"Correct answers in % [95 % interval], of {base.questions} questions about "
         f"{base.questions // len(base.kinds)} videos; unpatched {100 * base.overall.value:.1f}. ≤rnd, ≤uni: not shown "
         f"to beat `random`, `uniform` (McNemar, corrected for all methods). Methods below {MIN_KEPT_POINTS:g} % at "
         f"{keeps[0]:g} are not shown. {_raw(FEW)}."
     )
-    return "\n\n".join(["\n".join(lines), note])
+    return f"{format_table(['method', *format_keeps(keeps)], lines)}\n\n{note}"
 
 
 def _with_marks(row: Any, marks: Any) -> str:
@@ -121,16 +124,16 @@ def _with_marks(row: Any, marks: Any) -> str:
 def views() -> str:
     """Return accuracy on prompts of several images, by kind of question."""
     results = results_of(VIEWS)
-    lines = [f"| method | keep | {' | '.join(results.kinds)} |", "|---|---:|" + "---:|" * len(results.kinds)]
+    lines = []
     for row in results.rows:
         is_base = row is results.baseline
         if is_base or row.method in VIEW_METHODS:
             name, keep = ("unpatched", "") if is_base else (f"`{row.method}`", f"{row.keep:g}")
             shares = [row.kinds[kind] for kind in results.kinds]
-            cells = [f"{100 * one.value:.0f} [{100 * one.low:.0f}–{100 * one.high:.0f}]" for one in shares]
-            lines.append(f"| {name} | {keep} | {' | '.join(cells)} |")
+            cells = [f"{100 * share.value:.0f} [{100 * share.low:.0f}–{100 * share.high:.0f}]" for share in shares]
+            lines.append([name, keep, *cells])
     note = f"demo_qwen. Correct answers in % [95 % interval] by kind of question. {_raw(VIEWS)}."
-    return "\n\n".join(["\n".join(lines), note])
+    return f"{format_table(['method', 'keep', *results.kinds], lines, left=1)}\n\n{note}"
 
 
 def plot() -> bytes:

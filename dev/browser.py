@@ -17,12 +17,17 @@ class NoBrowser(Exception):
     """No Chromium is installed here."""
 
 
-def chromium(own: str) -> str:
-    """Return the path of the Chromium that the environment variable CHROMIUM names, else the system's, else `own`,
-    which is where Playwright installs one; raise NoBrowser if there is none of them."""
+def chromium(default: str) -> str:
+    """Return the path of a Chromium.
+
+    The environment variable CHROMIUM is read first, then PATH. `default` is the path of Playwright's Chromium.
+
+    Raises:
+        NoBrowser: If none is installed.
+    """
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None and Path(own).exists():
-        path = own
+    if path is None and Path(default).exists():
+        path = default
     if path is None:
         raise NoBrowser(f"none of {', '.join(NAMES)} is installed here, and none by `playwright install chromium`")
     return path

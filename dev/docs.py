@@ -46,10 +46,11 @@ SHORT_SITES = {
     "ATTENTION": "on attention", "IN_LLM": "in the decoder", "DECODE": "during decoding",
 }  # fmt: skip
 YES = {True: "yes", False: "no"}
+UNLIMITED = 1_000_000  # `default_keep` of methods that drop as many tokens as the content allows
 
 
 def head(name: str) -> str:
-    """Return the summary, the properties and the options of a method, from the registry."""
+    """Return the properties and the options of a method, from the registry."""
     info = tokenprune.method_info(name)
     properties = {
         "acts": f"{SITES[info.site]} (`{info.site}`)",
@@ -64,7 +65,7 @@ def head(name: str) -> str:
     if info.site in ("PRE_ENCODER", "IN_ENCODER"):
         del properties["needs"]
     rows = (f"| {title} | {escape_cell(value)} |" for title, value in properties.items())
-    lines = [escape_cell(info.summary), "", "| | |", "|---|---|", *rows]
+    lines = ["| | |", "|---|---|", *rows]
     if info.options:
         meanings = Docstring.from_class(info.cls).args
         types = get_option_types(info.cls)
@@ -78,6 +79,8 @@ def head(name: str) -> str:
 
 
 def format_default_keep(keep: float | int) -> str:
+    if keep == UNLIMITED:
+        return "no limit"
     return f"{keep:g}" if isinstance(keep, float) else f"{keep:,} tokens per image"
 
 
@@ -144,15 +147,14 @@ def _list_properties(info: MethodInfo) -> str:
 
 def observables() -> str:
     """Return the table of observables that a method may declare in its needs."""
-    lines = ["| need | shape | meaning | Hugging Face | vLLM | vLLM, in the model |", "|---|---|---|---|---|---|"]
+    lines = ["| need | meaning | Hugging Face | vLLM | vLLM, in the model |", "|---|---|---|---|---|"]
     for name in tokenprune.selection.available_observables():
         observable = find_observable(name)
         if observable is None or name in ("hidden", "normed"):
             continue
         description = " ".join(inspect.cleandoc(type(observable).__doc__ or "").split("\n\n")[0].split())
-        shape, _, meaning = description.partition(": ")
         support = " | ".join(YES[backend in observable.backends] for backend in Backend)
-        lines.append(f"| `{name}` | {escape_cell(shape)} | {escape_cell(meaning)} | {support} |")
+        lines.append(f"| `{name}` | {escape_cell(description)} | {support} |")
     return "\n".join(lines)
 
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare what patching costs in two commits: CPU time of a prefill of the shipped model, and Python calls in it.
+"""Compare the cost of patching in two commits: CPU time of a prefill of the shipped model, and Python calls in it.
 
-python dev/engine_cost.py --old CHECKOUT [--new CHECKOUT]    # new: by default the checkout that this file lies in
+python dev/engine_cost.py --old CHECKOUT [--new CHECKOUT]    # default of --new: the checkout of this file
 
-Each checkout has a process of its own, with one thread, and the two are asked in turns (A B B A ...) for one round:
-some prefills of one question, patched and unpatched. Ratios are patched over unpatched, taken round by round; medians
-are printed, and the least time of a patched round. The number of calls depends on neither the load nor the machine. Of
-tokenprune only public names are used.
+Each checkout runs in a separate process with one thread. The processes alternate (A B B A ...). A round is a few
+prefills of one question, patched and unpatched. The script prints the median ratio of patched to unpatched rounds,
+the shortest patched round and the number of calls, which depends on neither load nor machine.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PREFILLS = 4  # of each kind in a round
 
 
 class Worker:
-    """A process that imports tokenprune from one checkout and measures what it is asked to."""
+    """A process that imports tokenprune from one checkout and measures on request."""
 
     def __init__(self, checkout: Path, model: str) -> None:
         self.checkout = checkout
@@ -68,8 +67,8 @@ def work(checkout: Path, name: str) -> None:
     drawn = torch.rand(3, 224, 224, generator=torch.Generator().manual_seed(0)).mul(255).byte()
     image = {"type": "image", "image": Image.fromarray(drawn.permute(1, 2, 0).numpy())}
     chat = [{"role": "user", "content": [image, {"type": "text", "text": "what color is the circle?"}]}]
-    made = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    inputs = processor.apply_chat_template(chat, add_generation_prompt=True, **made)
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template(chat, add_generation_prompt=True, **options)
 
     @torch.no_grad()
     def prefill() -> None:
@@ -86,7 +85,7 @@ def work(checkout: Path, name: str) -> None:
         return statistics.median(times)
 
     def calls() -> int:
-        """Return how many functions written in Python a prefill calls."""
+        """Return the number of calls of Python functions in a prefill."""
         count = 0
 
         def note(frame: Any, event: str, arg: Any) -> None:
@@ -125,14 +124,14 @@ def main() -> None:
     print(f"{asked.model}, keep={KEEP}, batch of 1, {asked.rounds} rounds; CPU ms, ratios with p20 to p80")
     print(f"{'':15}{'unpatched':>10}{'patched':>9}{'least':>8}{'ratio':>8}{'':16}{'calls':>7}{'unpatched':>11}")
     for method in METHODS:
-        found: dict[Worker, list[dict[str, float]]] = {old: [], new: []}
-        for number in range(asked.rounds):
-            for worker in workers if number % 2 == 0 else workers[::-1]:
-                found[worker].append(worker.ask(what="time", method=method))
+        rounds_by_worker: dict[Worker, list[dict[str, float]]] = {old: [], new: []}
+        for round_index in range(asked.rounds):
+            for worker in workers if round_index % 2 == 0 else workers[::-1]:
+                rounds_by_worker[worker].append(worker.ask(what="time", method=method))
         figures = []
-        for worker, rounds in found.items():
+        for worker, rounds in rounds_by_worker.items():
             calls = worker.ask(what="calls", method=method)
-            before, patched = ([one[kind] for one in rounds] for kind in calls)
+            before, patched = ([values[kind] for values in rounds] for kind in calls)
             ratios = [b / a for a, b in zip(before, patched, strict=True)]
             low, *_, high = statistics.quantiles(ratios, n=5)
             middle, least = statistics.median, min(patched)

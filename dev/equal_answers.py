@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record what every method computes on ten tiny families and the shipped models, and compare another commit with it.
+"""Record the outputs of every method on ten tiny families and the shipped models, and compare two commits.
 
 python dev/equal_answers.py record OLD.json                         # in a checkout of the earlier commit
-python dev/equal_answers.py compare OLD.json [--checkout OTHER]     # exits with 1 where an answer is another one
-python dev/equal_answers.py compare OLD.json --only 'llava/.*fastv' # cells whose names hold a regular expression
+python dev/equal_answers.py compare OLD.json [--checkout OTHER]     # exits with 1 if a cell differs
+python dev/equal_answers.py compare OLD.json --only 'llava/.*fastv' # regular expression for the names of cells
 
-A cell is one setting on one batch (dev/equal_cells.py): digests of the logits of prefill and of each step, the tokens
-written, the statistics and the kept positions; or the class of the error that the setting raises, and its message, and
-another wording of that is listed, not counted as a difference. These two files serve commits whose modules have other
-names. Bits are compared: record and compare on one machine.
+A cell is one setting on one batch (dev/equal_cells.py). It has digests of the logits of prefill and of each step, the
+generated tokens, the statistics and the kept positions. If the setting raises an error, the cell has its class and
+message instead; a different message is listed, not counted as a difference. Outputs are compared bit by bit: record
+and compare on one machine. The script uses public names only, so that it runs on commits with another layout.
 """
 
 from __future__ import annotations
@@ -32,54 +32,60 @@ import transformers
 Cell = dict[str, Any]
 
 
-def cells(checkout: Path, wanted: Callable[[str], Any]) -> Iterator[tuple[str, Cell]]:
-    """Compute the cells whose names are wanted; `checkout` has the shipped models, and is on the path."""
+def cells(checkout: Path, is_wanted: Callable[[str], Any]) -> Iterator[tuple[str, Cell]]:
+    """Compute the cells selected by name. `checkout` contains the shipped models and is on `sys.path`."""
     from equal_cells import KEEPS, KINDS, WAYS, Shipped, answered, settings
 
     from zoo import FAMILIES
 
     every = settings()
-    few = {name: one for name, one in every.items() if name in {f"{kind} keep={KEEPS[0]}" for kind in KINDS} or not one}
+    few = {
+        name: patch
+        for name, patch in every.items()
+        if name in {f"{kind} keep={KEEPS[0]}" for kind in KINDS} or not patch
+    }
     for name, family in FAMILIES.items():
         build = cache(family.build)
-        for way, (given, patch, options) in WAYS.items():
+        for way, (input_options, patch, options) in WAYS.items():
             if way == "video" and family.video is None:
                 continue
-            ask, attention = partial(family.make_inputs, **given), "eager" if way == "eager" else "sdpa"
-            for setting, one in (every if way in ("images", "video") else few).items():
-                if wanted(cell := f"{name}/{way}/{setting}"):
-                    yield cell, answered(build(attention), ask, options, one and {**one, **patch})
+            ask, attention = partial(family.make_inputs, **input_options), "eager" if way == "eager" else "sdpa"
+            for setting, patch_options in (every if way in ("images", "video") else few).items():
+                if is_wanted(cell := f"{name}/{way}/{setting}"):
+                    yield cell, answered(build(attention), ask, options, patch_options and {**patch_options, **patch})
     shipped = {file.parent.name: file.parent for file in sorted(checkout.glob("[!.]*/**/demo_*/model.safetensors"))}
-    for name, place in shipped.items():
-        if not any(wanted(f"{name}/shipped/{setting}") for setting in every):
+    for name, model_folder in shipped.items():
+        if not any(is_wanted(f"{name}/shipped/{setting}") for setting in every):
             continue
-        one = Shipped(place)
+        shipped_model = Shipped(model_folder)
         with tempfile.TemporaryDirectory() as folder:
-            for setting, patch in (every | one.fitted(Path(folder))).items():
-                if wanted(cell := f"{name}/shipped/{setting}"):
-                    both = patch and {**patch, "processor": one.processor}
-                    yield cell, answered(one.model, one.ask, {"min_new_tokens": 3}, both)
+            for setting, patch in (every | shipped_model.fitted(Path(folder))).items():
+                if is_wanted(cell := f"{name}/shipped/{setting}"):
+                    both = patch and {**patch, "processor": shipped_model.processor}
+                    yield cell, answered(shipped_model.model, shipped_model.ask, {"min_new_tokens": 3}, both)
 
 
 def computed(checkout: Path, only: str) -> dict[str, Cell]:
-    """Return the cells whose names hold `only`; tell of the progress on stderr."""
-    found, begin, shown = {}, time.monotonic(), ""
+    """Return the cells whose names match `only`. Progress goes to stderr."""
+    computed_cells, begin, shown = {}, time.monotonic(), ""
     for name, cell in cells(checkout, re.compile(only).search):
-        found[name] = json.loads(json.dumps(cell))
+        computed_cells[name] = json.loads(json.dumps(cell))
         if shown != (shown := name.rpartition("/")[0]):
-            print(f"{time.monotonic() - begin:5.0f} s {len(found):5} cells, {shown}", file=sys.stderr, flush=True)
-    print(f"{time.monotonic() - begin:5.0f} s {len(found):5} cells", file=sys.stderr)
-    return found
+            print(
+                f"{time.monotonic() - begin:5.0f} s {len(computed_cells):5} cells, {shown}", file=sys.stderr, flush=True
+            )
+    print(f"{time.monotonic() - begin:5.0f} s {len(computed_cells):5} cells", file=sys.stderr)
+    return computed_cells
 
 
 def compare(old: dict[str, Cell], new: dict[str, Cell], but: Collection[str] = ()) -> bool:
     """Print how cells compare, and return True if all are equal. but: statistics that are not compared."""
     counts, different, words = Counter(), [], []
     for name in sorted(old.keys() | new.keys()):
-        one, other = ({**side.get(name, {})} for side in (old, new))
-        messages = [cell.pop("message", "") for cell in (one, other)]
-        parts = [part for part in one | other if one.get(part) != other.get(part) and part.split()[-1] not in but]
-        kind = "gone" if not other else "new" if not one else "different" if parts else "equal"
+        before, other = ({**side.get(name, {})} for side in (old, new))
+        messages = [cell.pop("message", "") for cell in (before, other)]
+        parts = [part for part in before | other if before.get(part) != other.get(part) and part.split()[-1] not in but]
+        kind = "gone" if not other else "new" if not before else "different" if parts else "equal"
         counts[name.split("/")[0], kind] += 1
         counts["all", kind] += 1
         if parts:
@@ -91,7 +97,7 @@ def compare(old: dict[str, Cell], new: dict[str, Cell], but: Collection[str] = (
         print(f"{family:18}" + "".join(f"{counts[family, kind] if family else kind:>11}" for kind in kinds))
     for title, lines in (("no longer equal", different), ("refused in other words, no difference", words)):
         if lines:
-            print(f"\n{title}: {len(lines)}, of which the first 20 are", *lines[:20], sep="\n  ")
+            print(f"\n{title}: {len(lines)}; the first 20:", *lines[:20], sep="\n  ")
     return not different
 
 
@@ -99,11 +105,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for command in ("record", "compare"):
-        one = commands.add_parser(command)
-        one.add_argument("file", type=Path)
-        one.add_argument("--checkout", type=Path, default=Path(__file__).resolve().parent.parent)
-        one.add_argument("--only", default="", help="a regular expression that names of cells have to hold")
-    one.add_argument("--but", default="", help="statistics that are not compared, with commas between them")
+        command_parser = commands.add_parser(command)
+        command_parser.add_argument("file", type=Path)
+        command_parser.add_argument("--checkout", type=Path, default=Path(__file__).resolve().parent.parent)
+        command_parser.add_argument("--only", default="", help="a regular expression that names of cells have to hold")
+    command_parser.add_argument("--but", default="", help="statistics that are not compared, with commas between them")
     asked = parser.parse_args()
     checkout = asked.checkout.resolve()
     zoos = [file.parent for file in checkout.glob("tests/**/zoo.py")]

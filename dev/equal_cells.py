@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cells of dev/equal_answers.py: every method, and a few stacks, on ten tiny families and the shipped models.
+"""The cells of dev/equal_answers.py: every method and a few stacks on ten tiny families and the shipped models.
 
-Nothing is imported but public names of `tokenprune` and the tests' tiny models, whose names stay when modules move.
+This module imports only public names of `tokenprune` and the tests' tiny models, so that it runs on other commits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OTHERS = (
     dict(method="random", keep=dict(keep=0.4, per="frame")), dict(method="dart", keep=dict(average_share=0.8)),
     dict(method="fastv", keep=dict(flops_share=0.8)), dict(method="pyramiddrop", keep=dict(kv_share=0.7)),
 )  # fmt: skip
-# Methods of each kind, which the later ways are tried with; what `make_inputs`, `patch` and `generate` get in each way.
+# One method per kind, for the input modes other than "images" and "video". WAYS has the options of each mode.
 KINDS = ("divprune", "dart", "sparsevlm", "prumerge", "tome", "dyrate", "vtw")
 WAYS = {
     "images": ({}, {}, {}),
@@ -58,7 +58,7 @@ def digest(value: Any) -> str:
 
 
 def _budget(per: str = "image", **keep: Any) -> tokenprune.Budget:
-    """Return the budget with these JSON keys; the constructor of earlier commits takes all of them."""
+    """Return the budget with these JSON keys. Budgets of earlier commits have no `from_json`."""
     from_json = getattr(tokenprune.Budget, "from_json", None)
     return tokenprune.Budget(**keep, per=per) if from_json is None else from_json(keep, per)
 
@@ -89,7 +89,7 @@ def answered(model: Any, ask: Callable[[], Cell], options: Cell, patch: Cell | N
         cell |= {f"step {step} logits": digest(logits) for step, logits in enumerate(out.logits)}
         cell["tokens"] = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         note_stats("generate")
-    except Exception as error:  # a refusal, or a fault that has to stay what it is
+    except Exception as error:  # a refusal, or a fault
         cell |= {"raised": type(error).__name__, "patched": tokenprune.is_patched(model), "message": str(error)}
     finally:
         if tokenprune.is_patched(model):
@@ -98,21 +98,25 @@ def answered(model: Any, ask: Callable[[], Cell], options: Cell, patch: Cell | N
 
 
 def settings() -> dict[str, Cell | None]:
-    """Return what `patch` gets, by name: each method at each keep and with each switch turned, stacks, and no patch at
-    the beginning and at the end."""
+    """Return the options of `patch` by name: each method at each keep and with each switch changed, and stacks.
+
+    The first and the last setting have no patch.
+    """
     methods = tokenprune.available_methods()
     plain = [{"method": method, "keep": keep} for method in (*methods, *STACKS) for keep in KEEPS]
     for method in methods:
         options = tokenprune.method_info(method).options.items()
         plain += [{"method": method, option: not value} for option, value in options if isinstance(value, bool)]
-    named = {" ".join(f"{k}={v}" for k, v in one.items())[7:]: {"keep": 0.4} | one for one in (*plain, *OTHERS)}
-    for one in named.values():
-        one["method"] = one["method"].split("+") if "+" in one["method"] else one["method"]
+    named = {
+        " ".join(f"{k}={v}" for k, v in setting.items())[7:]: {"keep": 0.4} | setting for setting in (*plain, *OTHERS)
+    }
+    for setting in named.values():
+        setting["method"] = setting["method"].split("+") if "+" in setting["method"] else setting["method"]
     return {"unpatched": None, **named, "unpatched again": None}
 
 
 class Shipped:
-    """A shipped model, its processor, and two questions about made-up images, of which the second has both."""
+    """A shipped model, its processor, and two questions about generated images. The second question has both images."""
 
     def __init__(self, folder: Path) -> None:
         self.model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -120,24 +124,26 @@ class Shipped:
         self.processor.tokenizer.padding_side = "left"
         cells = torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
         sizes = ((120, 160), (168, 112))
-        drawn = [torch.nn.functional.interpolate(one[None], size)[0] for one, size in zip(cells, sizes, strict=True)]
-        self.images = [Image.fromarray((one * 255).byte().permute(1, 2, 0).numpy()) for one in drawn]
+        drawn = [torch.nn.functional.interpolate(cell[None], size)[0] for cell, size in zip(cells, sizes, strict=True)]
+        self.images = [Image.fromarray((image * 255).byte().permute(1, 2, 0).numpy()) for image in drawn]
 
     def ask(self) -> Cell:
         chats = []
         for images, question in ((self.images[:1], "what color is it?"), (self.images, "is a square on the left?")):
             content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]
             chats.append([{"role": "user", "content": content}])
-        made = {"tokenize": True, "return_dict": True, "processor_kwargs": {"padding": True, "return_tensors": "pt"}}
-        inputs = self.processor.apply_chat_template(chats, add_generation_prompt=True, **made)
+        options = {"tokenize": True, "return_dict": True, "processor_kwargs": {"padding": True, "return_tensors": "pt"}}
+        inputs = self.processor.apply_chat_template(chats, add_generation_prompt=True, **options)
         return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
     def fitted(self, folder: Path) -> dict[str, Cell]:
-        """Return settings that take something fitted to the model, written into `folder`."""
+        """Return settings with files fitted to the model. The files are written to `folder`."""
         files = [str(folder / name) for name in ("thresholds", "recipe", "prior")]
         fits = [tokenprune.method_info(name).cls.fit for name in ("dymu", "fitprune", "d2pruner")]
         fits[0](self.model, SimpleNamespace(images=self.images, processor=self.processor), files[0], keep=0.4)
         for fit, file in zip(fits[1:], files[1:], strict=True):
             fit(self.model, [self.ask()], file)
-        given = zip(("dymu", "fitprune", "d2pruner"), ("thresholds", "recipe", "prior"), files, strict=True)
-        return {f"{method} fitted": {"method": method, option: file, "keep": 0.4} for method, option, file in given}
+        fitted_options = zip(("dymu", "fitprune", "d2pruner"), ("thresholds", "recipe", "prior"), files, strict=True)
+        return {
+            f"{method} fitted": {"method": method, option: file, "keep": 0.4} for method, option, file in fitted_options
+        }

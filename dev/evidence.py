@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write evidence.json of `tokenprune recommend`: what speaks for the methods of the table of advice, and against them.
+"""Write evidence.json of `tokenprune recommend`: results for and against the methods of the table of advice.
 
-python dev/evidence.py            # write it anew, after a run of experiments/ that it reads, or a change of the table
-python dev/evidence.py --check    # exit with 1 where the file is not what this would write
+python dev/evidence.py            # rewrite it, after a run of an experiment or a change of the table
+python dev/evidence.py --check    # exit with 1 if the file is stale
 
-Nothing in the file is typed in here: published numbers come from experiments/papers, ours from benchmarks/results.
-What each entry says of itself (questions, keep, photographs, asked, size, sure) is what advice.py grades it by.
+Published numbers are from experiments/papers, measured numbers from benchmarks/results. advice.py grades an entry by
+its fields (questions, keep, photographs, asked, size, sure).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import rows  # noqa: E402
 
 FILE = ROOT / "benchmarks/tokenprune_bench/recommend/evidence.json"
 RESULTS, PAPERS = ROOT / "benchmarks/results", ROOT / "benchmarks/experiments/papers"
-# The kinds of our questions behind each kind of evidence; (): all of them.
+# Our kinds of question for each kind of evidence. (): all kinds.
 IMAGES = {
     "general": (),
     "reading": ("digits", "word"),
@@ -44,8 +44,8 @@ RUNS = {
     "pages.jsonl": {"pages": ()},
 }
 UNPRUNED = 576
-SMALLER = "downsample"  # what `recommend` shows beside each row
-# The published numbers behind each kind of evidence: the mean that a source prints, or one benchmark.
+SMALLER = "downsample"  # `recommend` shows it beside each row
+# The published numbers for each kind of evidence: the mean of a source, or one benchmark.
 PUBLISHED = {"general": None, "reading": "textvqa"}
 NEAR = 2.0  # points within which two papers print the same
 SURE = 1.96  # standard errors of an interval of 95 %
@@ -53,46 +53,48 @@ Entry = dict[str, Any]
 
 
 def entries() -> Iterator[Entry]:
-    """Yield the entries of the file, those of the advised methods and of a smaller image alone."""
+    """Yield the entries of the advised methods and of a smaller image."""
     from tokenprune_bench.recommend.advice import load_advice
 
-    advised = {one.method for one in load_advice().values()} | {SMALLER}
-    for made in (published(), accuracy(), published_speed(), measured_speed()):
-        yield from (one for one in made if one["method"] in advised)
+    advised = {advice.method for advice in load_advice().values()} | {SMALLER}
+    for source_entries in (published(), accuracy(), published_speed(), measured_speed()):
+        yield from (item for item in source_entries if item["method"] in advised)
 
 
 def entry(method: str, questions: str | None, keep: float | None, text: str, source: str, **more: Any) -> Entry:
-    """Return an entry. questions: None where any will do. keep: None where the number holds at any."""
+    """Return an entry. `questions` or `keep` is None if the entry applies to any."""
     return {"method": method, "questions": questions, "keep": keep, "figure": text, "source": source} | more
 
 
 def accuracy() -> Iterator[Entry]:
-    """Yield how many questions of each kind a method answered right in our runs, on drawn images and small models."""
+    """Yield the accuracy of each method by kind of question in our runs, on drawn images and small models."""
     for name, tasks in RUNS.items():
         kinds, records = _run(name)
-        whole = next(one for one in records if one["method"] == "unpatched")
-        chance = {one["keep"]: one for one in records if one["method"] == "random"}
+        unpatched = next(record for record in records if record["method"] == "unpatched")
+        chance = {record["keep"]: record for record in records if record["method"] == "random"}
         for record in records:
             if record["method"] in ("unpatched", "random") or record["keep"] not in chance:
                 continue
-            for task, wanted in tasks.items():
-                places = [place for place, kind in enumerate(kinds) if not wanted or kind in wanted]
-                if not places:  # the run has no questions of this kind
+            for task, question_kinds in tasks.items():
+                indices = [index for index, kind in enumerate(kinds) if not question_kinds or kind in question_kinds]
+                if not indices:  # the run lacks this kind
                     continue
-                ours, full, by_chance = (_means(one, places) for one in (record, whole, chance[record["keep"]]))
+                ours, full, by_chance = (
+                    _means(result, indices) for result in (record, unpatched, chance[record["keep"]])
+                )
                 beyond = [100 * (a - b) for a, b in zip(ours, by_chance, strict=True)]
                 error = SURE * stdev(beyond) / sqrt(len(beyond))
                 low, high = fmean(beyond) - error, fmean(beyond) + error
                 keep = record["stats"]["keep_ratio"]
                 share = f" ({_share(record):.0%} averaged over layers)" if abs(_share(record) - keep) > 0.005 else ""
                 text = (
-                    f"{100 * fmean(ours):.1f} % of {len(places)} drawn questions right at keep {keep:.2g}{share}, "
+                    f"{100 * fmean(ours):.1f} % of {len(indices)} drawn questions right at keep {keep:.2g}{share}, "
                     f"unpatched {100 * fmean(full):.1f}, "
                     f"{fmean(beyond):+.1f} [{low:.1f}, {high:.1f}] over random; {record['environment']['model']}"
                 )
                 yield entry(
                     record["method"], task, round(keep, 3), text, f"benchmarks/results/{name}", about="accuracy",
-                    kind="measured by us", asked=len(places), photographs=False, sure=low > 0,
+                    kind="measured by us", asked=len(indices), photographs=False, sure=low > 0,
                     size=_size(record["environment"]["model"]),
                 )  # fmt: skip
 
@@ -100,19 +102,19 @@ def accuracy() -> Iterator[Entry]:
 def _run(name: str) -> tuple[list[str], list[Entry]]:
     """Return the kind of each question of a run, and its results as the benchmark writes them."""
     header, records = rows.read(RESULTS / name)
-    records = [one for one in records if one["record"] == "result"]
+    records = [record for record in records if record["record"] == "result"]
     if "kind_of_question" in header:
-        return [header["kinds"][int(one)] for one in header["kind_of_question"]], records
-    alike = {"environment": {"model": header["model"]}}
-    for one in records:  # whose methods act ahead of the first layer
-        stats = {"keep_ratio": one["keep"], "visual_tokens_average": one["keep"], "visual_tokens_in": 1}
-        one |= alike | {"right": [one["right"]], "stats": stats}
+        return [header["kinds"][int(number_of_kind)] for number_of_kind in header["kind_of_question"]], records
+    shared_fields = {"environment": {"model": header["model"]}}
+    for record in records:  # methods before the first layer
+        stats = {"keep_ratio": record["keep"], "visual_tokens_average": record["keep"], "visual_tokens_in": 1}
+        record |= shared_fields | {"right": [record["right"]], "stats": stats}
     return header["kinds"], records
 
 
-def _means(record: Entry, places: list[int]) -> list[float]:
-    """Return for each question how many of the seeds answered it right."""
-    return [fmean(one[place] == "1" for one in record["right"]) for place in places]
+def _means(record: Entry, indices: list[int]) -> list[float]:
+    """Return the share of seeds with a right answer for each question."""
+    return [fmean(right[index] == "1" for right in record["right"]) for index in indices]
 
 
 def _share(record: Entry) -> float:
@@ -133,26 +135,26 @@ def _size(model: str) -> float:
 
 
 def published() -> Iterator[Entry]:
-    """Yield what papers print: percent of the unpruned model."""
+    """Yield published accuracy, in percent of the unpruned model."""
     data = json.loads((PAPERS / "llava15_7b.json").read_text())
-    whole = {row["source"]: row["values"] for row in data["rows"] if row["method"] == "unpatched"}
-    found = []
+    unpatched_values = {row["source"]: row["values"] for row in data["rows"] if row["method"] == "unpatched"}
+    published_rows = []
     for row in data["rows"]:
         source = data["sources"][row["source"]]
         for questions, key in PUBLISHED.items():
             if key is None:
                 percent, what = row.get("average"), "the mean over its benchmarks"
             else:
-                value, full = row["values"].get(key), whole.get(row["source"], {}).get(key)
+                value, full = row["values"].get(key), unpatched_values.get(row["source"], {}).get(key)
                 doubted = key in row.get("doubt", {})
                 percent = None if value is None or full is None or doubted else round(100 * value / full, 1)
                 what = "TextVQA"
             if percent is not None and row["method"] != "unpatched":
-                found.append((row, source, questions, percent, what))
-    for row, source, questions, percent, what in found:
+                published_rows.append((row, source, questions, percent, what))
+    for row, source, questions, percent, what in published_rows:
         others = [
             other
-            for other, printed, asked, theirs, _ in found
+            for other, printed, asked, theirs, _ in published_rows
             if (other["method"], other["budget"], asked) == (row["method"], row["budget"], questions)
             and printed["arxiv"] != source["arxiv"]
             and row["method"] not in (printed["proposes"], source["proposes"])
@@ -168,17 +170,17 @@ def published() -> Iterator[Entry]:
 
 
 def published_speed() -> Iterator[Entry]:
-    """Yield the published times that say how many tokens stay."""
-    found = json.loads((PAPERS / "speedups.json").read_text())
-    ratios = [row.get("ratio") or row["before"] / row["after"] for row in found]
-    for row, ratio in zip(found, ratios, strict=True):
+    """Yield published times with a known number of kept tokens."""
+    speedups = json.loads((PAPERS / "speedups.json").read_text())
+    ratios = [row.get("ratio") or row["before"] / row["after"] for row in speedups]
+    for row, ratio in zip(speedups, ratios, strict=True):
         counts = re.fullmatch(r"(\d+) to (\d+) tokens", row["setting"])
         if counts is None:
             continue
         # Sources that measured this method on this model and setting within a tenth of each other.
         same = [
             other
-            for other, theirs in zip(found, ratios, strict=True)
+            for other, theirs in zip(speedups, ratios, strict=True)
             if all(other[key] == row[key] for key in ("method", "model", "measured", "setting"))
             and other["source"] != row["source"]
             and max(theirs / ratio, ratio / theirs) <= 1.15
@@ -204,30 +206,30 @@ def measured_speed() -> Iterator[Entry]:
         return entry(method, questions, keep, text, f"benchmarks/results/{name}", **(base | {"sure": True} | more))
 
     header, records = rows.quiet(RESULTS / "headline.jsonl")
-    for one in records:
-        if "timing" in one:
-            model, timing = one["environment"]["model"], one["timing"]
+    for record in records:
+        if "timing" in record:
+            model, timing = record["environment"]["model"], record["timing"]
             text = (
                 f"{timing['ttft_ms_unpatched']['p50']:.0f} to {timing['ttft_ms']['p50']:.0f} ms from the image to the "
-                f"first token, tower included: {model}, keep {one['keep']:g}, {one['threads']} CPU threads"
+                f"first token, tower included: {model}, keep {record['keep']:g}, {record['threads']} CPU threads"
             )
             sure = timing["ttft_ratio"]["p80"] < 1
-            yield timed(one["method"], None, one["keep"], text, "headline.jsonl", sure=sure, size=_size(model))
+            yield timed(record["method"], None, record["keep"], text, "headline.jsonl", sure=sure, size=_size(model))
     header, records = rows.quiet(RESULTS / "cpu/efficiency.jsonl")
-    for one in records:
-        if "speedup" in one:
+    for record in records:
+        if "speedup" in record:
             text = (
-                f"prefill x{one['speedup']['p50']:.1f} as fast: a decoder of {header['parameters'] / 1e6:.0f} M random "
-                f"parameters on {header['threads']} CPU threads, {one['visual']} to {one['keep']} tokens, the tower "
-                "left out"
+                f"prefill x{record['speedup']['p50']:.1f} as fast: a decoder of {header['parameters'] / 1e6:.0f} M "
+                f"random parameters on {header['threads']} CPU threads, {record['visual']} to {record['keep']} tokens, "
+                "the tower left out"
             )
-            share = round(one["keep"] / one["visual"], 3)
+            share = round(record["keep"] / record["visual"], 3)
             size = float(header["parameters"])
-            yield timed(one["method"], None, share, text, "cpu/efficiency.jsonl", size=size)
+            yield timed(record["method"], None, share, text, "cpu/efficiency.jsonl", size=size)
     served = rows.lines(RESULTS / "serving.jsonl")
     if served:
-        best = max(served, key=lambda one: (one["concurrency"], one["speedup"]))
-        off = fmean(one["prompt_tokens"] for one in served if one["setting"] == "off")
+        best = max(served, key=lambda row: (row["concurrency"], row["speedup"]))
+        off = fmean(row["prompt_tokens"] for row in served if row["setting"] == "off")
         text = (
             f"a vLLM server answers x{best['speedup']:.1f} as many requests a second: {best['concurrency']} at once, "
             f"{off:.0f} to {best['prompt_tokens']:.0f} prompt tokens, a decoder of 100 M random parameters on "
@@ -238,16 +240,16 @@ def measured_speed() -> Iterator[Entry]:
     yield from choosing(timed)
     header, video = rows.quiet(RESULTS / "pevlm.jsonl")
     frames = header["frames"][-1]
-    times = {one["way"]: one["values"][-1] for one in video if one["what"] == "prefill, ms"}
+    times = {row["way"]: row["values"][-1] for row in video if row["what"] == "prefill, ms"}
     if len(times) == 2:
         text = f"prefill of {frames} frames in blocks x{times['full'] / times['blocks']:.1f} as fast, all tokens there"
         yield timed("pevlm", "long-video", None, f"{text}: a small random decoder on a CPU", "pevlm.jsonl")
 
 
 def choosing(timed: Any) -> Iterator[Entry]:
-    """Yield how long `dart` takes to choose among most tokens, beside `divprune`, from scaling.jsonl."""
+    """Yield the selection time of `dart` and `divprune` among most tokens, from scaling.jsonl."""
     _, records = rows.quiet(RESULTS / "cpu/scaling.jsonl")
-    points = {one["method"]: one["points"] for one in records if one["what"] == "selection"}
+    points = {record["method"]: record["points"] for record in records if record["what"] == "selection"}
     if not {"dart", "divprune"} <= points.keys():
         return
     far = max(set(points["dart"]) & set(points["divprune"]), key=int)
@@ -258,18 +260,18 @@ def choosing(timed: Any) -> Iterator[Entry]:
 
 
 def text() -> str:
-    """Return the file: an entry a line, so that changes can be read."""
-    lines = ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in entries())
+    """Return the file with one entry per line, for readable diffs."""
+    lines = ",\n".join(f"  {json.dumps(item, ensure_ascii=False)}" for item in entries())
     return f'{{\n "made_by": "python dev/evidence.py",\n "evidence": [\n{lines}\n ]\n}}\n'
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    made = text()
+    new_text = text()
     if parser.parse_args().check:
-        sys.exit(not FILE.is_file() or FILE.read_text() != made)
-    FILE.write_text(made)
+        sys.exit(not FILE.is_file() or FILE.read_text() != new_text)
+    FILE.write_text(new_text)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw docs/images/sites.svg, the six sites where a method may act. The documentation's site shows it with the methods
-of each too (dev/mkdocs_hooks.py).
+"""Draw docs/images/sites.svg, the six sites where a method may act.
+
+The site of the documentation also lists the methods of each site (dev/mkdocs_hooks.py).
 
 python dev/figure_sites.py            # draw it
-python dev/figure_sites.py --check    # exit with 1 if the file is not what this would draw
+python dev/figure_sites.py --check    # exit with 1 if the file is stale
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tokenprune
 from tokenprune.selection.method import Site
 
 FIGURE = Path(__file__).parent.parent / "docs/images/sites.svg"
-# Of each site: what changes there, in three lines.
+# The change at each site, in three lines.
 CHANGES = {
     Site.PRE_ENCODER: ("the image itself:", "fewer pixels,", "fewer views"),
     Site.IN_ENCODER: ("tower tokens merge", "between blocks, or", "leave before them"),
@@ -25,7 +26,7 @@ CHANGES = {
     Site.IN_LLM: ("hidden states", "before a decoder", "layer K"),
     Site.DECODE: ("the KV cache,", "while the answer", "is written"),
 }
-# What computes there: (first column, columns, title).
+# The components: (first column, columns, title).
 STAGES = ((0, 1, "processor"), (1, 1, "vision tower"), (2, 3, "language model, prefill"), (5, 1, "decoding"))
 
 COLUMN, GAP, MARGIN = 178, 14, 24
@@ -55,7 +56,7 @@ def token(x: float, y: float, kind: str, size: float = 14) -> str:
 
 
 def row(x: float, y: float, kinds: str, step: float = 18, size: float = 14) -> str:
-    return "".join(token(x + step * place, y, kind, size) for place, kind in enumerate(kinds) if kind != " ")
+    return "".join(token(x + step * column, y, kind, size) for column, kind in enumerate(kinds) if kind != " ")
 
 
 def words(x: float, y: float, text: str, size: float = 15, fill: str = INK, more: str = "") -> str:
@@ -107,7 +108,7 @@ def draw_pre_llm(x: float, y: float) -> str:
 
 
 def draw_attention(x: float, y: float) -> str:
-    """A causal mask in which three blocks see the start and themselves, and the text behind sees everything."""
+    """A causal mask: three blocks attend to the start and to themselves, the text attends to everything."""
     size, start = 12.5, x + 33
     kinds = "tvvvvvvtt"
     of_block = (None, 0, 0, 1, 1, 2, 2, None, None)
@@ -115,8 +116,8 @@ def draw_attention(x: float, y: float) -> str:
     for line in range(9):
         parts.append(token(start - 15, y + 13 + size * line, kinds[line], 10.5))
         for column in range(line + 1):
-            seen = of_block[line] is None or column == 0 or of_block[line] == of_block[column]
-            fill = "#64748b" if seen else PALE
+            is_visible = of_block[line] is None or column == 0 or of_block[line] == of_block[column]
+            fill = "#64748b" if is_visible else PALE
             parts.append(rectangle(start + size * column, y + 13 + size * line, 10.5, 10.5, fill, 'rx="1.5"'))
     return "".join(parts)
 
@@ -155,7 +156,7 @@ def lines_of(names: list[str], width: float, size: float) -> list[str]:
 
 
 def figure(names: bool = False) -> str:
-    """Return the figure as SVG text. names: with the methods of each site."""
+    """Return the figure as SVG text. `names` adds the methods of each site."""
     size = 16
     methods: dict[Site, list[str]] = {site: [] for site in Site}
     if names:
@@ -206,7 +207,7 @@ def figure(names: bool = False) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the figure is out of date")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the figure is stale; writes no file")
     if not parser.parse_args().check:
         FIGURE.write_text(figure())
     elif FIGURE.read_text() != figure():

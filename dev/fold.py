@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fold long tables of the site: ten rows in sight, the rest behind a line that opens them (dev/mkdocs_hooks.py). A few
-rows more than ten are no reason to hide any."""
+"""Fold tables of the site with more than 15 rows: ten rows stay visible (dev/mkdocs_hooks.py)."""
 
 from __future__ import annotations
 
 import re
 
-SHOWN, WHOLE = 10, 15  # rows in sight of a table that is folded; and of one that is not
+SHOWN, WHOLE = 10, 15  # visible rows of a folded table; maximum of rows without folding
 # A table of Markdown at the margin: head, the line below it, and its rows. Tables that a script of the page sorts stay.
 _TABLE = re.compile(rf"^(\|.*\n)(\|[ :|-]+\|\n)((?:\|.*(?:\n|\Z)){{{WHOLE + 1},}})", re.MULTILINE)
 _SORTED = '<div id="board"'

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the gallery of docs/index.md: photographs as a model sees them, and what a method leaves of each.
+"""Draw the gallery of docs/index.md: photographs before and after pruning.
 
 python dev/gallery.py    # docs/images/gallery, benchmarks/results/gallery.json; then python dev/readme.py
 
-Images and questions are fixed before anything is asked: the first six held-out images on a photograph whose sides both
-have 200 pixels, a kind of question and a method each. Answers stay as they come, wrong ones too. The model is
-`demo_qwen`, which was not trained with any method.
+Images and questions were fixed before the first run: the first six held-out photographs with at least 200 pixels per
+side, with one kind of question and one method each. Wrong answers stay. The model is `demo_qwen`, which was not trained
+with any method.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ def cells() -> list[tuple[Any, str]]:
     """Return each question with its method."""
     from tokenprune_demo.heldout import NATIVE, load_heldout
 
-    photos = [one for one in load_heldout(folder=NATIVE) if one.background == "photo"]
-    examples = [one for one in photos if min(one.image.size) >= LEAST]
-    numbers = sorted({one.index for one in examples})
-    found = {(one.index, one.kind): one for one in examples}
-    return [(found[number, kind], method) for number, (kind, method) in zip(numbers, CELLS, strict=False)]
+    photos = [example for example in load_heldout(folder=NATIVE) if example.background == "photo"]
+    examples = [example for example in photos if min(example.image.size) >= LEAST]
+    numbers = sorted({example.index for example in examples})
+    by_image_and_kind = {(example.index, example.kind): example for example in examples}
+    return [(by_image_and_kind[index, kind], method) for index, (kind, method) in zip(numbers, CELLS, strict=False)]
 
 
 def shown(subject: Any, example: Any, method: str) -> tuple[dict[str, Any], Any]:
-    """Return the record of a cell, and the drawing of what is kept."""
+    """Return the record of a cell and the drawing of the kept patches."""
     from tokenprune_bench.show import side_by_side
 
-    found = side_by_side.show(subject, [example.image], example.question, [{"method": method, "keep": KEEP}])
-    (seen,) = found.seen
+    comparison = side_by_side.show(subject, [example.image], example.question, [{"method": method, "keep": KEEP}])
+    (view,) = comparison.seen
     told = {
         "image": example.path.relative_to(ROOT).as_posix(),
         "question": example.question,
         "right": example.answer,
         "method": method,
         "keep": KEEP,
-        "before": {"tokens": found.tokens, "answer": found.before.rstrip(".")},
+        "before": {"tokens": comparison.tokens, "answer": comparison.before.rstrip(".")},
         "after": {
-            "tokens": int(seen.kept.sum()),
-            "average": round(seen.stats.visual_tokens_average, 1),
-            "answer": seen.answer.rstrip("."),
+            "tokens": int(view.kept.sum()),
+            "average": round(view.stats.visual_tokens_average, 1),
+            "answer": view.answer.rstrip("."),
         },
     }
-    return told, found.panels[1].image
+    return told, comparison.panels[1].image
 
 
 def main() -> None:
@@ -70,12 +70,12 @@ def main() -> None:
     subject, told = load_model("demo_qwen"), []
     FOLDER.mkdir(exist_ok=True)
     for example, method in cells():
-        one, drawing = shown(subject, example, method)
-        whole = example.image.convert("RGB").resize(drawing.size, Image.Resampling.BICUBIC)
-        for name, image in (("before", whole), ("after", drawing)):
+        record, drawing = shown(subject, example, method)
+        resized = example.image.convert("RGB").resize(drawing.size, Image.Resampling.BICUBIC)
+        for name, image in (("before", resized), ("after", drawing)):
             image.thumbnail((SIDE, SIDE))
             image.save(FOLDER / f"{method}-{name}.webp", quality=QUALITY, method=6)
-        told.append(one | {"size": list(drawing.size)})
+        told.append(record | {"size": list(drawing.size)})
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     head = versions | {"model": subject.name, "weights": subject.weights}
     OUT.write_text(json.dumps(head | {"shown": told}, indent=1, ensure_ascii=False) + "\n")

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count files, lines and imports of each folder of the three distributions, and find what no layout should have.
+"""Count files, lines and imports of each folder of the three distributions, and find faults of the layout.
 
-python dev/house.py                # print the table, circles, imports that point upward, and sizes beside their limits
-python dev/house.py --root DIR     # the same of another checkout
+python dev/house.py                # print the table, circles, imports that point upward, and sizes with their limits
+python dev/house.py --root DIR     # print the numbers of another checkout
 
-The site shows the table in docs/extend/architecture.md (dev/mkdocs_hooks.py). To fill it no file is imported: imports
-are read from the code, except those under `if TYPE_CHECKING`, which never run. A circle is a set of files (or folders)
-each of which reaches the others by imports; files that lie in a distribution's own folder, or beside the folders that a
-contract of `[tool.importlinter]` in pyproject.toml names, count as folders of their own there. Upward is against the
-layers of these contracts. Code is lines without blanks, comments and docstrings. What one cut runs through is measured
-by dev/one_cut.py, which runs the checkout.
+The site shows the table in docs/extend/architecture.md (dev/mkdocs_hooks.py). Imports are read from the code without
+running it; imports under `if TYPE_CHECKING` do not count. A circle is a set of files (or folders) in which each file
+reaches all others by imports. Files in the root of a distribution, or beside the folders named by a contract of
+`[tool.importlinter]` in pyproject.toml, count as separate folders. Upward means against the layers of these
+contracts. Lines of code exclude blank lines, comments and docstrings. dev/one_cut.py measures the files that run
+during one cut.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# The package of each distribution, and the folder of the repository in which it lies.
+# The package of each distribution, and its folder in the repository.
 PACKAGES = {"tokenprune": ".", "tokenprune_bench": "benchmarks", "tokenprune_demo": "demo"}
-# All that a forward of a patched model may run, whatever the method and the family: what takes tokens out of a decoder,
-# the parts that plug into it, the checks, and the notes on encoded images.
+# Files that a forward of any patched model may run: the decoder's engine, its parts, the checks, and the notes on
+# encoded images.
 ENGINE = [
     f"tokenprune/integrations/hf/{room}"
     for room in ("engine", "forward", "sequence", "cache", "attention", "attention_observer.py", "checks.py")
@@ -44,13 +44,13 @@ Imports = set[tuple[str, str]]
 
 
 def packages_of(root: Path) -> dict[str, Path]:
-    """Return the packages of a checkout, each with the folder in which it lies; of an older one those that it has."""
-    found = {package: root / folder for package, folder in PACKAGES.items()}
-    return {package: folder for package, folder in found.items() if (folder / package).is_dir()}
+    """Return the packages of a checkout with their folders. Packages missing in an older checkout are skipped."""
+    package_folders = {package: root / folder for package, folder in PACKAGES.items()}
+    return {package: folder for package, folder in package_folders.items() if (folder / package).is_dir()}
 
 
 def files_of(packages: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the file of each module of some packages, which lie in the folders given."""
+    """Return the file of each module of the packages."""
     files = {}
     for package, folder in packages.items():
         for path in sorted((folder / package).rglob("*.py")):
@@ -60,20 +60,20 @@ def files_of(packages: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def imports_of(files: Mapping[str, Path], for_types: bool = False) -> Imports:
-    """Return the imports between modules: (importer, imported). for_types: those under TYPE_CHECKING too."""
-    found = set()
+    """Return pairs (importer, imported) of modules. `for_types` adds imports under TYPE_CHECKING."""
+    pairs = set()
     for module, path in files.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         for name in _imported(ast.parse(path.read_text()), package, for_types):
             while name and name not in files:
                 name = name.rpartition(".")[0]
             if name and name != module:
-                found.add((module, name))
-    return found
+                pairs.add((module, name))
+    return pairs
 
 
 def _imported(node: ast.AST, package: str, for_types: bool) -> Iterator[str]:
-    """Yield what a part of a file imports: modules, or names in them."""
+    """Yield the modules, or names in modules, imported by a node."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -89,11 +89,11 @@ def _imported(node: ast.AST, package: str, for_types: bool) -> Iterator[str]:
 
 
 def code_lines(text: str) -> int:
-    """Return how many lines of a file hold code: no blank ones, no comments, no docstrings."""
+    """Return the number of lines of code of a file."""
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, _DOCUMENTED) and ast.get_docstring(node)]
     docs = {line for node in nodes for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    tokens = [one for one in tokenize.generate_tokens(io.StringIO(text).readline) if one.type not in _NO_CODE]
-    return len({line for one in tokens for line in range(one.start[0], one.end[0] + 1)} - docs)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in _NO_CODE]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - docs)
 
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -101,29 +101,32 @@ _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 
 def measure(packages: Mapping[str, Path], open_folders: Collection[str] = ()) -> dict[str, Any]:
-    """Return the numbers of some packages: of each folder its files, its lines, and its imports (within it, out of it,
-    into it), and the circles.
+    """Return files, lines and imports (within, out, into) of each folder, and the circles.
 
-    open_folders: as modules; files in them count as folders of their own in circles, as those of a package itself.
+    Args:
+        packages: Folder of each package.
+        open_folders: Modules. In circles, files directly in them, or directly in a package, count as separate folders.
     """
     files = files_of(packages)
     imports = imports_of(files)
     folder = {}
     for module, path in files.items():
         folder[module] = path.parent.relative_to(packages[module.partition(".")[0]]).as_posix()
-    folders = {one: dict(files=0, lines=0, within=0, out=0, into=0) for one in sorted(set(folder.values()))}
+    folders = {
+        folder_name: dict(files=0, lines=0, within=0, out=0, into=0) for folder_name in sorted(set(folder.values()))
+    }
     for module, path in files.items():
         folders[folder[module]]["files"] += 1
         folders[folder[module]]["lines"] += len(path.read_text().splitlines())
-    for one, other in imports:
-        if folder[one] == folder[other]:
-            folders[folder[one]]["within"] += 1
+    for importer, other in imports:
+        if folder[importer] == folder[other]:
+            folders[folder[importer]]["within"] += 1
         else:
-            folders[folder[one]]["out"] += 1
+            folders[folder[importer]]["out"] += 1
             folders[folder[other]]["into"] += 1
     in_the_open = {name.replace(".", "/") for name in (*packages, *open_folders)}
-    room = {module: module if at in in_the_open else at for module, at in folder.items()}
-    rooms = {(room[one], room[other]) for one, other in imports if room[one] != room[other]}
+    room = {module: module if folder_name in in_the_open else folder_name for module, folder_name in folder.items()}
+    rooms = {(room[importer], room[other]) for importer, other in imports if room[importer] != room[other]}
     return {
         "folders": folders,
         "circles of files": circles(imports),
@@ -135,61 +138,62 @@ def measure(packages: Mapping[str, Path], open_folders: Collection[str] = ()) ->
 def circles(imports: Iterable[tuple[str, str]]) -> list[list[str]]:
     """Return the sets of names that reach each other, the largest first."""
     direct = defaultdict(set)
-    for one, other in imports:
-        direct[one].add(other)
+    for importer, imported in imports:
+        direct[importer].add(imported)
     reached = {}
-    for one in list(direct):
-        reached[one], ahead = set(), [one]
+    for start in list(direct):
+        reached[start], ahead = set(), [start]
         while ahead:
-            new = direct.get(ahead.pop(), set()) - reached[one]
-            reached[one] |= new
+            new = direct.get(ahead.pop(), set()) - reached[start]
+            reached[start] |= new
             ahead += new
-    found = {
-        tuple(sorted(other for other in there if one in reached.get(other, ())))
-        for one, there in reached.items()
-        if one in there
+    members = {
+        tuple(sorted(other for other in reachable if name in reached.get(other, ())))
+        for name, reachable in reached.items()
+        if name in reachable
     }
-    return sorted((list(one) for one in found if len(one) > 1), key=lambda one: (-len(one), one))
+    return sorted((list(circle) for circle in members if len(circle) > 1), key=lambda circle: (-len(circle), circle))
 
 
 def upward(imports: Imports, contracts: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return the imports that point from a lower layer to a higher one, or between siblings that do not import each
-    other.
+    """Return the imports that point to a higher layer, or to a sibling in an exclusive line of layers.
 
-    contracts: of import-linter; those of the kind "layers" count. A line of layers is the highest first; "a | b" are
-    siblings that do not import each other, "a : b" may.
+    Args:
+        imports: Pairs (importer, imported).
+        contracts: Contracts of import-linter. Only the type "layers" counts. The first line is the highest layer.
+            Siblings in "a | b" must not import each other, siblings in "a : b" may.
     """
-    found = set()
+    violations = set()
     for contract in contracts:
         if contract.get("type") != "layers":
             continue
         for container in contract.get("containers") or [""]:
-            place: dict[str, tuple[int, str, bool]] = {}
+            layer_entries: dict[str, tuple[int, str, bool]] = {}
             for height, line in enumerate(contract["layers"]):
                 apart = ":" not in line
                 for name in line.replace("|", " ").replace(":", " ").split():
                     full = f"{container}.{name.strip('()')}".lstrip(".")
-                    place[full] = (height, full, apart)
-            for one, other in imports:
-                here, there = layer_of(one, place), layer_of(other, place)
-                if not here or not there or here[1] == there[1]:
+                    layer_entries[full] = (height, full, apart)
+            for importer, other in imports:
+                here, imported_layer = layer_of(importer, layer_entries), layer_of(other, layer_entries)
+                if not here or not imported_layer or here[1] == imported_layer[1]:
                     continue
-                if here[0] > there[0] or (here[0] == there[0] and here[2]):
-                    found.add((one, other))
-    return sorted(found)
+                if here[0] > imported_layer[0] or (here[0] == imported_layer[0] and here[2]):
+                    violations.add((importer, other))
+    return sorted(violations)
 
 
-def layer_of(module: str, place: dict[str, tuple[int, str, bool]]) -> tuple[int, str, bool] | None:
-    """Return the entry of `place` for the module, or the nearest package around it that has one."""
+def layer_of(module: str, layer_entries: dict[str, tuple[int, str, bool]]) -> tuple[int, str, bool] | None:
+    """Return the entry of the module, or of the nearest package around it with an entry."""
     while module:
-        if module in place:
-            return place[module]
+        if module in layer_entries:
+            return layer_entries[module]
         module = module.rpartition(".")[0]
     return None
 
 
 def _entries(root: Path) -> list[str]:
-    """Return the names in the root, but for those that .gitignore leaves out; git itself may be absent."""
+    """Return the names in the root without those in .gitignore. Does not need git."""
     lines = (root / ".gitignore").read_text().splitlines()
     ignored = [".git", *(line.strip("/") for line in lines if line and not line.startswith("#"))]
     names = (path.name for path in root.iterdir())
@@ -197,9 +201,9 @@ def _entries(root: Path) -> list[str]:
 
 
 def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
-    """Count the lines of code of each integration and the width of the interfaces, which dev/sizes.toml limits.
+    """Return lines of code of each integration and sizes of the interfaces. dev/sizes.toml has their limits.
 
-    Docstrings, comments and blank lines are not counted, so documentation has no limit.
+    Docstrings, comments and blank lines do not count, so documentation has no limit.
     """
     lines: defaultdict[str, int] = defaultdict(int)
     for path in files_of({"tokenprune": root}).values():
@@ -238,7 +242,7 @@ def count_floors(root: Path = ROOT) -> int:
 
 
 def measures(root: Path = ROOT) -> dict[str, tuple[int, int]]:
-    """Return the measures of the layout: what is counted -> (value, target)."""
+    """Return (value, target) of each measure of the layout."""
     files = files_of(packages_of(root))
     lines = {module: len(path.read_text().splitlines()) for module, path in files.items()}
     adapter = _class(root / "tokenprune/integrations/hf/families/base.py", "Adapter")
@@ -258,10 +262,9 @@ def measures(root: Path = ROOT) -> dict[str, tuple[int, int]]:
 
 
 def longest_mro(folder: Path) -> int:
-    """Return the length of the longest MRO of a class in a file whose path in `folder` names a tower.
+    """Return the length of the longest MRO of a class in the files of `folder` with "tower" in their path.
 
-    The class itself and all its ancestors count, those of other libraries too, but not `object`. Classes are matched by
-    name.
+    The class and all ancestors except `object` count, also those in other libraries. Classes are matched by name.
     """
     trees = [(path.relative_to(folder), ast.parse(path.read_text())) for path in folder.rglob("*.py")]
     nodes = [(path, node) for path, tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
@@ -273,11 +276,11 @@ def longest_mro(folder: Path) -> int:
     return max(len(find_ancestors(node.name)) for path, node in nodes if "tower" in path.as_posix())
 
 
-# Targets of the measures that dev/one_cut.py takes; see its docstring for what they count. Today's 13 files with about
-# 3,090 lines are above the first two. Nine of them hold a moment or value of docs/extend/architecture.md each (engine,
-# cuts, call, prompt_info, segments, plan, token_state, layer_inputs, trace) and have about 2,400 lines. The others are
-# the adapter of the family, the checks of a call, the record on the encoder's output, and `run_eagerly`. Further merges
-# would make files of 400 to 600 lines, and would not lower the number of lines.
+# Targets of the measures of dev/one_cut.py. The current 13 files (about 3,090 lines) exceed the first two. Nine files
+# (about 2,400 lines) each contain a moment or value of docs/extend/architecture.md: engine, cuts, call, prompt_info,
+# segments, plan, token_state, layer_inputs, trace. The others are the family's adapter, the checks of a call, the
+# record of the encoder's output, and `run_eagerly`. Merging them would give files of 400 to 600 lines and would not
+# remove lines.
 ONE_CUT = {
     "files of one cut": 10,
     "lines of the files of one cut": 1700,
@@ -287,7 +290,7 @@ ONE_CUT = {
 
 
 def measure_cut(root: Path = ROOT) -> dict[str, tuple[int, int]]:
-    """Run dev/one_cut.py on a checkout, and return its measures: what is counted -> (value, target)."""
+    """Run dev/one_cut.py on a checkout and return (value, target) of each measure."""
     paths = os.pathsep.join(map(str, (root, root / "tests/unit/support")))
     command = [sys.executable, str(ROOT / "dev/one_cut.py")]
     output = subprocess.run(
@@ -297,23 +300,27 @@ def measure_cut(root: Path = ROOT) -> dict[str, tuple[int, int]]:
 
 
 def _class(path: Path, name: str) -> ast.ClassDef:
-    return next(one for one in ast.parse(path.read_text()).body if isinstance(one, ast.ClassDef) and one.name == name)
+    return next(
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name
+    )
 
 
 def _fields(path: Path, name: str) -> int:
     """Return the number of fields of a dataclass."""
-    return sum(isinstance(one, ast.AnnAssign) for one in _class(path, name).body)
+    return sum(isinstance(node, ast.AnnAssign) for node in _class(path, name).body)
 
 
 def _arguments(path: Path, name: str) -> int:
-    """Return the number of arguments of the constructor of a dataclass: its fields without those of `init=False`."""
-    values = [ast.unparse(one.value) for one in _class(path, name).body if isinstance(one, ast.AnnAssign) and one.value]
+    """Return the number of constructor arguments of a dataclass: fields without `init=False`."""
+    values = [
+        ast.unparse(node.value) for node in _class(path, name).body if isinstance(node, ast.AnnAssign) and node.value
+    ]
     return _fields(path, name) - sum("init=False" in value for value in values)
 
 
 def _moments(path: Path) -> int:
-    """Return the number of moments at which a part may act: attributes that are None where it does not."""
-    values = [one.value for one in _class(path, "Part").body if isinstance(one, ast.AnnAssign)]
+    """Return the number of moments of `Part`: attributes with the default None."""
+    values = [node.value for node in _class(path, "Part").body if isinstance(node, ast.AnnAssign)]
     return sum(isinstance(value, ast.Constant) and value.value is None for value in values)
 
 
@@ -322,14 +329,16 @@ def table(now: Mapping[str, Any]) -> str:
     keys = ("files", "lines", "within", "out", "into")
     lines = ["| folder | files | lines | imports within | imports out | imports in |", "|---|---|---|---|---|---|"]
     for package in sorted({name.partition("/")[0] for name in now["folders"]}):
-        own = {name: one for name, one in now["folders"].items() if name.partition("/")[0] == package}
-        lines += [_row(f"`{name}`", [one[key] for key in keys]) for name, one in own.items()]
-        sums = [sum(one[key] for one in own.values()) for key in keys]
-        lines.append(_row(f"**all of {package}**", [f"**{one}**" for one in sums]))
+        folders_of_package = {
+            name: counts for name, counts in now["folders"].items() if name.partition("/")[0] == package
+        }
+        lines += [_row(f"`{name}`", [counts[key] for key in keys]) for name, counts in folders_of_package.items()]
+        sums = [sum(counts[key] for counts in folders_of_package.values()) for key in keys]
+        lines.append(_row(f"**all of {package}**", [f"**{total}**" for total in sums]))
     note = (
-        "An import is a pair of files, one of which imports the other at run time; *out* leads into another folder, "
-        f"*in* comes from one. Circles of files: {describe_type(now['circles of files'])}, with the imports of type "
-        f"checkers {describe_type(now['circles of files, types counted'])}; of folders: "
+        "An import is a pair of files: one imports the other at run time. *Out* counts imports of other folders, "
+        f"*in* imports from other folders. Circles of files: {describe_type(now['circles of files'])}, "
+        f"with the imports of type checkers {describe_type(now['circles of files, types counted'])}; of folders: "
         f"{describe_type(now['circles of folders'])}."
     )
     return "\n\n".join(["\n".join(lines), note])
@@ -341,7 +350,7 @@ def _row(name: str, cells: Iterable[object]) -> str:
 
 def in_numbers(root: Path = ROOT) -> dict[str, Any]:
     """Return the numbers of a checkout."""
-    return measure(packages_of(root), [name for one in contracts(root) for name in one.get("containers", ())])
+    return measure(packages_of(root), [name for contract in contracts(root) for name in contract.get("containers", ())])
 
 
 def contracts(root: Path = ROOT) -> list[dict[str, Any]]:
@@ -349,8 +358,8 @@ def contracts(root: Path = ROOT) -> list[dict[str, Any]]:
     return tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
-def describe_type(found: list[list[str]]) -> str:
-    return f"{len(found)} ({sum(map(len, found))} in them)" if found else "none"
+def describe_type(circles_of_type: list[list[str]]) -> str:
+    return f"{len(circles_of_type)} ({sum(map(len, circles_of_type))} in them)" if circles_of_type else "none"
 
 
 def main() -> int:
@@ -359,29 +368,29 @@ def main() -> int:
     root = parser.parse_args().root
     now = in_numbers(root)
     print(table(now))
-    for name, found in now.items():
+    for name, items in now.items():
         if name.startswith("circles"):
-            print(f"{name}: {len(found)}")
-            for one in found:
-                print("  " + ", ".join(one))
+            print(f"{name}: {len(items)}")
+            for circle in items:
+                print("  " + ", ".join(circle))
     against = upward(imports_of(files_of(packages_of(root))), contracts(root))
     print(f"imports upward: {len(against)}")
-    for one, other in against:
-        print(f"  {one} -> {other}")
+    for importer, imported in against:
+        print(f"  {importer} -> {imported}")
     total = [0, 0]
     for folder in ENGINE:
-        place = root / folder
-        texts = [path.read_text() for path in (sorted(place.glob("*.py")) if place.is_dir() else [place])]
+        path = root / folder
+        texts = [path.read_text() for path in (sorted(path.glob("*.py")) if path.is_dir() else [path])]
         counts = sum(len(text.splitlines()) for text in texts), sum(map(code_lines, texts))
-        total = [one + more for one, more in zip(total, counts, strict=True)]
+        total = [sum_so_far + more for sum_so_far, more in zip(total, counts, strict=True)]
         print(f"{folder}: {counts[0]} lines, {counts[1]} of code")
     print(f"all that a forward may run: {total[0]} lines, {total[1]} of code")
     for name, (value, target) in (measures(root) | measure_cut(root)).items():
         print(f"{name}: {value} (target {target})")
     limits = tomllib.loads(SIZES.read_text())
-    for kind, found in sizes(root).items():
-        for name, number in found.items():
-            print(f"{kind}, {name}: {number} of {limits[kind].get(name, 'none')}")
+    for kind, items in sizes(root).items():
+        for name, size in items.items():
+            print(f"{kind}, {name}: {size} of {limits[kind].get(name, 'none')}")
     return 0
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from performance import rows, sheets
+from tables import format_table
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 
@@ -28,12 +29,13 @@ def measured() -> str:
     parts = []
     for path, header, records in sheets.found("e_kernels"):
         timed = {record["operation"]: record for record in records if record.get("triton_ms")}
-        lines = ["| operation | case | kernel, ms | PyTorch, ms | faster |", "|---|---|---:|---:|---:|"]
+        lines = []
         for operation, record in timed.items():
             kernel, reference = record["triton_ms"]["p50"], record["reference_ms"]["p50"]
             ratio = f"{reference / kernel:.1f}x" if reference >= kernel else f"{kernel / reference:.1f}x slower"
-            lines.append(f"| `{operation}` | {record['case']} | {kernel:.3g} | {reference:.3g} | {ratio} |")
+            lines.append([f"`{operation}`", record["case"], f"{kernel:.3g}", f"{reference:.3g}", ratio])
         source = f"benchmarks/results/{path.parent.name}/{path.name}"
         by = f"By `python benchmarks/experiments/gpu/e_kernels.py`; [raw data with all cases]({source})."
-        parts.append("\n\n".join([sheets.where(header), "\n".join(lines), by]))
+        table = format_table(["operation", "case", "kernel, ms", "PyTorch, ms", "faster"], lines, left=2)
+        parts.append("\n\n".join([sheets.where(header), table, by]))
     return "\n\n".join(parts)

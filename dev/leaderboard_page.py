@@ -54,7 +54,7 @@ class Run(NamedTuple):
 def runs() -> list[Run]:
     """Return the submitted entries by model, then our own runs."""
     theirs = [Run(read_entry(path), path) for path in sorted(ENTRIES.glob("*.json"))]
-    return [*sorted(theirs, key=lambda one: (one.name.lower(), one.path.name)), *map(ours, OURS)]
+    return [*sorted(theirs, key=lambda run: (run.name.lower(), run.path.name)), *map(ours, OURS)]
 
 
 def ours(name: str) -> Run:
@@ -65,11 +65,11 @@ def ours(name: str) -> Run:
     return Run(replace(entry, lines=shown), path)
 
 
-def board(found: list[Run]) -> str:
+def board(all_runs: list[Run]) -> str:
     """Return the table of all lines by model and keep, the best method first."""
     lines = [_row(COLUMNS), "|---" * len(COLUMNS) + "|"]
-    for run in found:
-        for line in sorted(run.entry.lines, key=lambda one: (-one.keep, -one.score[0], one.method)):
+    for run in all_runs:
+        for line in sorted(run.entry.lines, key=lambda row: (-row.keep, -row.score[0], row.method)):
             lines.append(_row(cells(run, line)))
     return "\n".join(lines)
 
@@ -120,35 +120,35 @@ def served() -> dict[str, str]:
     from tokenprune.errors import OptionError
     from tokenprune.integrations.vllm.settings.parse import check_method
 
-    found = dict[str, str]()
+    answers = dict[str, str]()
     for name in tokenprune.available_methods():
         method = tokenprune.method(name)
         for in_llm, word in ((False, "yes"), (True, "in_llm")):
             with suppress(OptionError):
                 check_method(method, in_llm)
-                found.setdefault(name, word)
-    return found
+                answers.setdefault(name, word)
+    return answers
 
 
-def sources(found: list[Run]) -> str:
+def sources(all_runs: list[Run]) -> str:
     """Return the table of runs: model, questions, environment and author."""
     columns = ("model", "unpatched, %", "asked", "tokens, layers", "ran on", "by", "file")
     lines = [_row(columns), "|---" * len(columns) + "|"]
-    for run in found:
-        one = run.entry
-        value, low, high = one.unpatched
-        asked = f"{one.questions} questions ({one.data}, {one.metric}), seeds {', '.join(map(str, one.seeds))}"
-        versions = ", ".join(f"{name} {version}" for name, version in one.versions.items())
-        cost = "at equal cost" if one.equal_cost else "at one keep"
-        told = f"{one.by}, {one.date[:10]}" + (f": {one.note}" if one.note else "")
+    for run in all_runs:
+        entry = run.entry
+        value, low, high = entry.unpatched
+        asked = f"{entry.questions} questions ({entry.data}, {entry.metric}), seeds {', '.join(map(str, entry.seeds))}"
+        versions = ", ".join(f"{name} {version}" for name, version in entry.versions.items())
+        cost = "at equal cost" if entry.equal_cost else "at one keep"
+        told = f"{entry.by}, {entry.date[:10]}" + (f": {entry.note}" if entry.note else "")
         lines.append(
             _row(
                 [
                     _plain(run.name),
                     f"{100 * value:.1f} [{100 * low:.0f}–{100 * high:.0f}]",
                     _plain(f"{asked}, {cost}"),
-                    f"{one.visual_tokens:.0f}, {one.layers}",
-                    _plain(f"{one.device}, {one.dtype}, {versions}"),
+                    f"{entry.visual_tokens:.0f}, {entry.layers}",
+                    _plain(f"{entry.device}, {entry.dtype}, {versions}"),
                     _plain(told),
                     f"[{run.path.name}](../../{run.path.relative_to(ROOT).as_posix()})",
                 ]
@@ -168,10 +168,10 @@ def _row(parts: object) -> str:
 
 def page(text: str) -> str:
     """Return the page with its current generated part."""
-    found = runs()
+    all_runs = runs()
     marker = f'<div id="board" data-filters="{",".join(FILTERS)}"></div>'
-    made = "\n\n".join([marker, board(found), "## Runs", sources(found)])
-    return _BLOCK.sub(lambda match: f"{match[1]}\n{made}\n\n{match[2]}", text)
+    new_part = "\n\n".join([marker, board(all_runs), "## Runs", sources(all_runs)])
+    return _BLOCK.sub(lambda match: f"{match[1]}\n{new_part}\n\n{match[2]}", text)
 
 
 def main() -> None:

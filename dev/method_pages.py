@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "dev"))  # before the root, which has a folder named docs
+from tables import format_table  # noqa: E402
+
 import docs  # noqa: E402
 import tokenprune  # noqa: E402
 
@@ -87,11 +89,12 @@ def row(name: str) -> str:
         shown = {title: cell.partition(" ≤")[0] for title, cell in cells.items()}
         titles = ["correct answers, %", "all tokens", *shown]
         beaten_by = {title: _find_unbeaten_baselines(cell) for title, cell in cells.items()}
-        note = " ".join([
-            f"Measured with `{images.model}`, tokens averaged over layers ([all methods](../results/all-methods.md)).",
-            *(f"Not shown to beat {', '.join(names)} {title}." for title, names in beaten_by.items() if names),
-        ])  # fmt: skip
-        return f"{_format_table(titles, [[f'`{name}`', images.unpruned, *shown.values()]])}\n\n{note}"
+        unbeaten = "; ".join(f"{', '.join(names)} {title}" for title, names in beaten_by.items() if names)
+        note = (
+            f"Measured with `{images.model}`, tokens averaged over layers ([all methods](../results/all-methods.md))."
+        )
+        note += f" Not shown to beat {unbeaten}." if unbeaten else ""
+        return f"{format_table(titles, [[f'`{name}`', images.unpruned, *shown.values()]])}\n\n{note}"
     accuracy = _read_videos(VIDEOS)
     keeps = sorted({keep for method, keep in accuracy if method == name}, reverse=True)
     if not keeps:
@@ -99,7 +102,7 @@ def row(name: str) -> str:
     titles = ["correct answers, videos", "all tokens", *(f"{keep:.0%} of the tokens" for keep in keeps)]
     values = [f"`{name}`", f"{accuracy['unpatched', 1.0]:.0%}", *(f"{accuracy[name, keep]:.0%}" for keep in keeps)]
     note = "Measured with `demo_video`, a small shipped model, on synthetic videos: [videos](../results/video.md)."
-    return f"{_format_table(titles, [values])}\n\n{note}"
+    return f"{format_table(titles, [values])}\n\n{note}"
 
 
 def overview() -> str:
@@ -116,7 +119,7 @@ def overview() -> str:
         "layers. The last three rows are baselines. [All methods](../results/all-methods.md), "
         "[videos](../results/video.md), [published numbers](../results/papers.md)."
     )
-    return f"{_format_table(titles, lines)}\n\n{note}"
+    return f"{format_table(titles, lines)}\n\n{note}"
 
 
 def prumerge_blocks() -> str:
@@ -137,14 +140,8 @@ def prumerge_blocks() -> str:
     questions = ", ".join(f"{count} questions with {model}" for model, count in counts.items())
     source = "By `python benchmarks/experiments/studies/prumerge_blocks.py`"
     file = PRUMERGE.relative_to(ROOT)
-    table = _format_table(["model", "block", "separate heads", "one wide head"], lines)
+    table = format_table(["model", "block", "separate heads", "one wide head"], lines)
     return f"{table}\n\n{source}, {questions}; raw data: [{file}]({file})."
-
-
-def _format_table(titles: list[str], lines: list[list[str]]) -> str:
-    return "\n".join([
-        f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *(f"| {' | '.join(cells)} |" for cells in lines),
-    ])  # fmt: skip
 
 
 def _find_unbeaten_baselines(cell: str) -> list[str]:

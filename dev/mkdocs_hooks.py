@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of mkdocs (mkdocs.yml): what the site shows beside the files of docs/.
+"""Hooks of mkdocs (mkdocs.yml) that add pages and tables to the site.
 
-README, changelog and notebooks are pages too, and are written once, where readers of the repository look for them.
-Links are those of the repository; here they are turned into links of the site. Other files that pages link to, such as
-the raw data of the benchmarks, go into the site under files/.
+README, changelog and notebooks become pages of the site. Links of the repository are turned into links of the site.
+Linked files outside docs/, such as raw data of the benchmarks, are copied to files/.
 
-What follows from the code is made here and is in no file: `<!-- made: NAME -->` becomes the table of that name
-(`MADE`), and a method's page gets its image, its numbers and its docstring (dev/method_pages.py). Long tables are
-folded (dev/fold.py).
+Parts derived from the code are not stored in a file: `<!-- made: NAME -->` becomes the table of this name (`MADE`), and
+the page of a method gets its image, its numbers and its docstring (dev/method_pages.py). Long tables are folded
+(dev/fold.py).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "dev")]
 
 
 class _Absent(ModuleType):
-    """A module that can be imported, and nothing else: methods are described without running any."""
+    """An empty stand-in for a package, so that methods can be described without running them."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the site is built without {self.__name__}, and {self.__name__}.{name} is read on import")
@@ -68,13 +67,14 @@ MADE: dict[str, Callable[[], str]] = {
     "house": lambda: house.table(house.in_numbers()),
 }
 MARKER = re.compile(r"^<!-- made: ([\w-]+) -->$", re.MULTILINE)
+INLINE_CODE = re.compile(r"<code>[^<\n]*--[^<\n]*</code>")
+OPTION = re.compile(r"--[a-z][\w-]{0,24}")
 FIGURE = "images/sites-methods.svg"  # of the index of methods
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:)([^)#\s]+)")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add the pages that lie outside docs/ and the figure of all methods, then every other file of the repository that
-    a page links to."""
+    """Add the pages outside docs/, the figure of all methods, and every other linked file of the repository."""
     files.append(File.generated(config, FIGURE, content=figure_sites.figure(names=True)))
     pages = {source: (ROOT / source).read_text() for source in PAGES}
     pages["CHANGELOG.md"] = with_news(pages["CHANGELOG.md"])
@@ -91,7 +91,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Put in what is made here, and turn links of the repository into links of the site."""
+    """Insert the generated parts, and turn links of the repository into links of the site."""
     uri = page.file.src_uri
     name = PurePosixPath(uri).stem if uri.startswith("methods/") and not uri.endswith("/README.md") else None
     markdown = MARKER.sub(lambda match: MADE[match[1]](), markdown)
@@ -103,9 +103,15 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         lambda match: os.path.relpath(uri_of(targets[match[1]]), folder) if match[1] in targets else match[1], markdown
     )
     if name:
-        options = "{show_root_heading: false, show_root_toc_entry: false, heading_level: 3}"
+        options = "{show_root_heading: false, show_root_toc_entry: false, heading_level: 3, "
+        options += "show_docstring_parameters: false}"  # `docs.head` lists them
         markdown += f"\n\n## Reference\n\n::: {module_of(name)}\n    options: {options}\n"
     return fold.folded(markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark options in inline code, so that no line breaks after their dashes."""
+    return INLINE_CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
 
 
 def with_news(changelog: str) -> str:
@@ -119,23 +125,23 @@ def with_news(changelog: str) -> str:
 
 
 def module_of(method: str) -> str:
-    """Return the module of a method, which lies in the folder of its site; nothing is imported here."""
+    """Return the file name of a method's module without importing it."""
     (path,) = (ROOT / "tokenprune/methods").rglob(f"{method}.py")
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def links(source: str, text: str) -> dict[str, str]:
-    """Return the links of a file of the repository that lead to another one, with the path of that from the root."""
-    found = {}
+    """Return the links of a file to other files of the repository, with their path from the root."""
+    targets = {}
     for link in LINK.findall(text):
         to = (ROOT / source).parent.joinpath(link).resolve()
         if to.exists() and to.is_relative_to(ROOT):
-            found[link] = to.relative_to(ROOT).as_posix()
-    return found
+            targets[link] = to.relative_to(ROOT).as_posix()
+    return targets
 
 
 def uri_of(source: str) -> str:
-    """Return where a file of the repository stands in the site."""
+    """Return the address of a file in the site."""
     if source in PAGES:
         return PAGES[source]
     if source.startswith("docs/"):
@@ -159,7 +165,7 @@ def as_markdown(path: Path) -> str:
     title, *rest = (
         "".join(cell["source"]) if cell["cell_type"] == "markdown" else code(cell, folder) for cell in cells
     )
-    kept = "shows a run of it" if folder.is_dir() else "has no outputs; a run computes them"
+    kept = "shows the outputs of a run" if folder.is_dir() else "has no outputs"
     note = f'!!! note\n    Run it: <a href="{path.name}" download>{path.name}</a>. This page {kept}.'
     return "\n\n".join([title, note, *rest]) + "\n"
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say of each mutation of mutations.toml whether the tests that are named beside it catch it.
+"""Check that the named tests catch each mutation of mutations.toml.
 
-python dev/mutations.py                        # all of them; writes dev/mutations.json
-python dev/mutations.py --only masks budget    # those whose name begins so; writes nothing
+python dev/mutations.py                        # all mutations; writes dev/mutations.json
+python dev/mutations.py --only masks budget    # mutations whose names begin with these; writes no file
 
-One after the other is applied in a temporary copy of the checkout, where its tests run, those of the default selection,
-up to the first that fails; what caught it last time runs first. Tests of `tests/vllm` run where vLLM is installed;
-elsewhere the record of these mutations stays. It ends with 1 if a mutation survives that the record says was caught, or
-if its text is no longer found. A test that fails without the mutation catches nothing: run the suite before.
+Each mutation is applied in a temporary copy of the checkout. Its tests (default selection) run there until the first
+failure; the test that caught it last time runs first. Tests of `tests/vllm` need vLLM; without it the record of their
+mutations stays. The script exits with 1 if a mutation that was caught before survives, or if its text is missing from
+the code. Run the full suite before: a test that fails without a mutation would count as a catch.
 """
 
 from __future__ import annotations
@@ -35,16 +35,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
-TIMEOUT = 600  # seconds; what hangs is caught
+TIMEOUT = 600  # seconds; a test that hangs counts as a catch
 _turn = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A text of a package, the one that takes its place, and the files of tests that ought to mind.
+    """A text of a package, its replacement, and the test files that should catch it.
 
-    name: unique; it begins with the area. within: the file or folder that holds `old` once, so that a module may be
-    renamed. old, new: texts. tests: files.
+    Attributes:
+        name: Unique. It begins with the area.
+        within: File or folder that contains `old` exactly once. A folder permits renamed modules.
+        old: Text.
+        new: Replacement.
+        tests: Test files.
     """
 
     name: str
@@ -58,15 +62,15 @@ class Mutation:
         return any(test.startswith("tests/vllm/") for test in self.tests)
 
     def places(self, root: Path) -> list[Path]:
-        """Return the file of each occurrence of `old`; there ought to be one."""
+        """Return the file of each occurrence of `old`. Exactly one is expected."""
         within = root / self.within
         files = sorted(within.rglob("*.py")) if within.is_dir() else [within] if within.is_file() else []
         return [file for file in files for _ in range(file.read_text(encoding="utf-8").count(self.old))]
 
     def problem(self, root: Path) -> str | None:
-        """Return why the mutation cannot be tried, None if it can."""
-        if (found := len(self.places(root))) != 1:
-            return f"its text stands {found} times in {self.within}, not once: follow the code, or take it out"
+        """Return the reason that the mutation cannot be applied, or None."""
+        if (count := len(self.places(root))) != 1:
+            return f"its text occurs {count} times in {self.within}, not once: adapt it to the code, or remove it"
         missing = [test for test in self.tests if not (root / test).is_file()]
         return f"there is no {', '.join(missing)}" if missing else None
 
@@ -77,7 +81,7 @@ def table() -> list[Mutation]:
 
 
 def copied(target: Path) -> Path:
-    """Copy what git knows of the checkout, and what is new in it."""
+    """Copy the tracked files and new files of the checkout."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
     )
@@ -89,14 +93,14 @@ def copied(target: Path) -> Path:
 
 
 def write(file: Path, text: str) -> None:
-    """Write at a time of its own: Python takes bytecode for current by the second and the size."""
+    """Write with a unique time: Python compares bytecode with the source by seconds and size."""
     file.write_text(text, encoding="utf-8")
     moment = 10**9 + next(_turn)
     os.utime(file, (moment, moment))
 
 
 class First:
-    """A plugin of pytest that has the test first which was the first to fail when this was last tried."""
+    """A plugin of pytest that runs one test first: the test that failed first last time."""
 
     def __init__(self, test: str | None) -> None:
         self.test = (test or "").partition("[")[0]
@@ -107,7 +111,7 @@ class First:
 
 
 def tried(mutation: Mutation, copy: Path, before: str | None) -> str | None:
-    """Return the first test that catches a mutation, None if it survives. before: what caught it last time."""
+    """Return the first test that catches a mutation, or None. `before` is the test that caught it last time."""
     (file,) = mutation.places(copy)
     text = file.read_text(encoding="utf-8")
     write(file, text.replace(mutation.old, mutation.new))
@@ -121,12 +125,12 @@ def tried(mutation: Mutation, copy: Path, before: str | None) -> str | None:
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
         return None
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
-    if code == 4:  # of pytest, for a conftest.py that cannot be imported
-        return "what all tests import"
-    if code not in (1, 2) or found is None:
+    failure = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    if code == 4:  # pytest could not import a conftest.py
+        return "the import of conftest.py"
+    if code not in (1, 2) or failure is None:
         sys.exit(f"{mutation.name}: pytest ended with {code}\n{output[-2000:]}")
-    return found[1]
+    return failure[1]
 
 
 def settings(*mutations: Mutation) -> list[str]:
@@ -134,7 +138,7 @@ def settings(*mutations: Mutation) -> list[str]:
 
 
 def in_child(copy: Path, arguments: list[str], *plugins: object) -> tuple[int, str]:
-    """Run pytest in a fork of this process, with the packages of `copy`; return its status and what it wrote."""
+    """Run pytest in a fork of this process with the packages of `copy`. Return its status and its output."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         child = os.fork()
         if not child:
@@ -147,7 +151,7 @@ def in_child(copy: Path, arguments: list[str], *plugins: object) -> tuple[int, s
             sys.path[:] = paths + [path for path in sys.path if path not in ours]
             os.environ["PYTHONPATH"] = os.pathsep.join(paths)
             ended = pytest.main(arguments, list(plugins))
-            sys.stdout.flush()  # what is buffered would be lost
+            sys.stdout.flush()  # os._exit drops buffered output
             os._exit(ended)
         _, status = os.waitpid(child, 0)
         output.seek(0)
@@ -155,7 +159,7 @@ def in_child(copy: Path, arguments: list[str], *plugins: object) -> tuple[int, s
 
 
 class Imported:
-    """A plugin of pytest that writes the names of the modules that tests imported, and that are not ours, to a file."""
+    """A plugin of pytest that writes the names of imported modules of other packages to a file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -167,7 +171,7 @@ class Imported:
 
 
 def prepare(mutations: list[Mutation], copy: Path) -> None:
-    """Import what the tests of `mutations` import and is not ours, once for all."""
+    """Import the modules of other packages that the tests of `mutations` use, once for all."""
     defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -198,26 +202,28 @@ def results(mutations: list[Mutation], record: dict[str, str | None]) -> Iterato
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="beginnings of names; the record is left as it is")
+    parser.add_argument("--only", nargs="+", default=[""], help="beginnings of names; the record is not changed")
     only = tuple(parser.parse_args().only)
-    wanted = [mutation for mutation in table() if mutation.name.startswith(only)]
-    lost = {mutation.name: why for mutation in wanted if (why := mutation.problem(ROOT)) is not None}
+    selected = [mutation for mutation in table() if mutation.name.startswith(only)]
+    lost = {mutation.name: why for mutation in selected if (why := mutation.problem(ROOT)) is not None}
     for name, why in lost.items():
         print(f"{name}: NOT TRIED, {why}")
     vllm = find_spec("vllm") is not None
-    apart = [mutation.name for mutation in wanted if mutation.needs_vllm != vllm]
+    apart = [mutation.name for mutation in selected if mutation.needs_vllm != vllm]
     if apart:
         print(f"left for the environment {'without' if vllm else 'of'} vLLM: {', '.join(apart)}")
     record: dict[str, str | None] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
     now = {
         mutation.name: by
-        for mutation, by in results([one for one in wanted if one.name not in {*lost, *apart}], record)
+        for mutation, by in results(
+            [mutation_left for mutation_left in selected if mutation_left.name not in {*lost, *apart}], record
+        )
     }
     worse = [name for name, by in now.items() if by is None and record.get(name) is not None]
     print(f"{sum(by is not None for by in now.values())} of {len(now)} caught; caught before, and not now: {worse}")
     if only == ("",):
         known = record | now
-        kept = {mutation.name: known[mutation.name] for mutation in wanted if mutation.name in known}
+        kept = {mutation.name: known[mutation.name] for mutation in selected if mutation.name in known}
         RECORD.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     return int(bool(worse or lost))
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep what the cells of a notebook print and draw, for its page on the site; the notebook itself is committed bare.
+"""Store the printed and drawn outputs of a notebook for its page on the site.
+
+The notebook itself is committed without outputs.
 
 python dev/notebook_outputs.py tour    # runs docs/notebooks/tour.ipynb, writes docs/images/tour/CELL.txt and CELL.webp
 
-The page of a notebook that has such a folder shows them (dev/mkdocs_hooks.py). Run it again when the notebook's code
-changes: a test compares it with the digest in the folder.
+dev/mkdocs_hooks.py shows the outputs of each notebook with such a folder. Run the script again after a change of the
+notebook's code; a test compares the code with the digest in the folder.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ WIDTH, QUALITY = 1200, 72
 
 
 def digest(cells: Iterable[Any]) -> str:
-    """Return what changes with the code of a notebook's cells."""
+    """Return a digest of the code of a notebook's cells."""
     code = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     return hashlib.sha256("\n\n".join(code).encode()).hexdigest()[:16] + "\n"
 
 
 def shown(folder: Path, cell: dict[str, Any]) -> str:
-    """Return what a cell left, as Markdown: its image, and its text in a fence; "" where nothing is kept."""
+    """Return the stored outputs of a cell as Markdown: its image, and its text in a fence. "" without outputs."""
     text, image = (folder / f"{cell['id']}.{ending}" for ending in ("txt", "webp"))
     parts = [f"```text\n{text.read_text().rstrip()}\n```"] if text.is_file() else []
     if image.is_file():
@@ -38,7 +40,7 @@ def shown(folder: Path, cell: dict[str, Any]) -> str:
 
 
 def save(folder: Path, cell: Any) -> None:
-    """Write what a cell printed, and the last image that it drew."""
+    """Write the printed text of a cell, and its last image."""
     from PIL import Image
 
     printed = "".join(out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout")

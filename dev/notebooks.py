@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take outputs, counts and traces of a machine out of docs/notebooks/, as they are committed.
+"""Strip outputs, execution counts and machine data from docs/notebooks/.
 
-python dev/notebooks.py            # strip them in place (the test suite checks that there is nothing to strip)
+python dev/notebooks.py            # strip the files (the test suite checks that all notebooks are stripped)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ METADATA = {
 
 
 def stripped(text: str) -> str:
-    """Return a notebook without what running it leaves behind."""
+    """Return a notebook without the results of a run."""
     notebook = json.loads(text)
     for cell in notebook["cells"]:
         cell["metadata"] = {}

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what one PRE_LLM cut runs through, and print the counts as JSON.
+"""Measure the files and functions that run during one PRE_LLM cut, and print the counts as JSON.
 
 python dev/one_cut.py           # counts only; dev/house.py prints them with their targets
 python dev/one_cut.py --names   # the functions of each file, too
 
 A tiny LLaVA is patched with `divprune`, and one prefill with one image runs under `sys.setprofile`. The window begins
 when the engine receives the features of the encoder (`Engine._match_features`) and ends when it returns the inputs of
-the decoder's first layer after the cut (`Engine._enter_decoder`). Counted are the files of tokenprune/integrations of
-which a function runs in the window, hooks and checks included, and all lines of these files. Imports, and files outside
-of tokenprune/integrations (methods, selection, kernels), are not counted.
+the decoder's first layer after the cut (`Engine._enter_decoder`). The script counts the files of
+tokenprune/integrations with a function that runs in the window, hooks and checks included, and all lines of these
+files. Imports and files outside tokenprune/integrations (methods, selection, kernels) do not count.
 
-A stay is a function of tokenprune that gets an object as an argument other than `self`: the `Call` while
-`Engine._activate` runs, and the method while `patch` runs. Comprehensions and lambdas are not counted.
+A stay is a function of tokenprune with an argument other than `self` that is the `Call` (while `Engine._activate`
+runs) or the method (while `patch` runs). Comprehensions and lambdas do not count.
 """
 
 from __future__ import annotations

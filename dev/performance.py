@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated parts of docs/results/speed.md, from benchmarks/results/<device>; dev/readme.py writes them.
 
-The tables show common methods (`SHOWN`). The raw files have all of them."""
+The tables show common methods (`SHOWN`). The raw files have all methods."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks" / "experiments"), str(ROOT / "benchmarks/experiments/gpu")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("dev", "benchmarks/experiments", "benchmarks/experiments/gpu")]
 import rows  # noqa: E402
 import sheets  # noqa: E402
+from tables import format_table  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 GPU_TABLES = (
     "a_correctness", "b_llava_next", "c_memory", "d_video", "e_kernels", "f_llava15", "g_decode", "h_vllm_answers",
-    "h_vllm_times", "i_graphs",
+    "h_vllm_first_token", "h_vllm_times", "i_graphs",
 )  # fmt: skip
 SHOWN = (
     "random", "uniform", "divprune", "pool", "tome", "visionzip", "scope", "cdpruner", "dart", "fastv", "sparsevlm",
@@ -97,10 +98,7 @@ def _memory(header: dict[str, Any], records: list[dict[str, Any]], device: str) 
     records = [record for record in records if record["logits"] == "last"]
     counts = list(dict.fromkeys(record["visual"] for record in records))
     setup = f"{_describe_setup(header)}; decoder with {header['parameters'] / 1e6:.1f} M random parameters."
-    lines = [
-        f"| prompt | method | {' | '.join(f'{count} tokens' for count in counts)} |",
-        "|---|---|" + "---:|" * len(counts),
-    ]
+    lines = []
     for prompt, method in dict.fromkeys((record["prompt"], record["method"]) for record in records):
         peaks = {
             record["visual"]: f"{record['peak'] / 2**20:.0f}"
@@ -108,8 +106,9 @@ def _memory(header: dict[str, Any], records: list[dict[str, Any]], device: str) 
             if (record["prompt"], record["method"]) == (prompt, method)
         }
         name = method if method == "unpatched" else f"`{method}`"
-        lines.append(f"| {prompt} | {name} | {' | '.join(peaks.get(count, '') for count in counts)} |")
-    return "\n\n".join([setup, "\n".join(lines), _source("memory", device)])
+        lines.append([prompt, name, *(peaks.get(count, "") for count in counts)])
+    table = format_table(["prompt", "method", *(f"{count} tokens" for count in counts)], lines, left=2)
+    return "\n\n".join([setup, table, _source("memory", device)])
 
 
 def scaling() -> str:
@@ -119,16 +118,17 @@ def scaling() -> str:
 def _scaling(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
     records = _common([record for record in records if record["what"] == "selection"])
     largest = str(NUM_TOKENS if NUM_TOKENS in header["counts"] else header["counts"][-1])
-    lines = [f"| method | ms for {largest} tokens | exponent |", "|---|---:|---:|"]
+    lines = []
     for record in records:
         unit = "cpu" if "cpu_exponent" in record else "seconds"
         exponent = record.get(f"{unit}_exponent")
         shown = "" if exponent is None else f"{exponent:.1f}"
-        lines.append(f"| `{record['method']}` | {_time(record['points'].get(largest), unit)} | {shown} |")
+        lines.append([f"`{record['method']}`", _time(record["points"].get(largest), unit), shown])
     setup = f"{_describe_setup(header, records)}; features of width {header['width']}, keep 1/{header['share']}."
     if header["limit"] is not None:
         setup += f" `>`: over {header['limit'] / 2**30:g} GiB or {header.get('most') or 0:g} s."
-    return "\n\n".join([setup, "\n".join(lines), _source("scaling", device)])
+    table = format_table(["method", f"ms for {largest} tokens", "exponent"], lines, left=1)
+    return "\n\n".join([setup, table, _source("scaling", device)])
 
 
 def _time(point: dict[str, Any] | None, unit: str) -> str:
@@ -145,13 +145,15 @@ def gpu() -> str:
 def _gpu_table(name: str, title: str, header_cells: str, build_rows: Any) -> str:
     parts = []
     for path, header, records in sheets.found(name):
-        columns = header_cells.count("|") + 1
         source = f"benchmarks/results/{path.parent.name}/{path.name}"
-        lines = [f"| {header_cells} |", "|---" + "|---:" * (columns - 1) + "|"]
-        lines += [f"| {' | '.join(cells)} |" for cells in build_rows(records)]
+        table = format_table(header_cells.split(" | "), build_rows(records), left=1)
         by = f"By `python benchmarks/experiments/gpu/{name}.py`; [raw data]({source})."
-        parts.append("\n\n".join([f"**{title}** {sheets.where(header)}", "\n".join(lines), by]))
+        parts.append("\n\n".join([f"**{title}** {sheets.where(header)}", table, by]))
     return "\n\n".join(parts)
+
+
+def _name_and_batch(record: dict[str, Any]) -> tuple[str, str]:
+    return "unpatched" if record["method"] == "none" else f"`{record['method']}`", str(record["batch"])
 
 
 def _prefill() -> str:
@@ -161,8 +163,7 @@ def _prefill() -> str:
         keys = ("eager_ms", "graphs_ms", "device_ms")
         return [
             [
-                "unpatched" if record["method"] == "none" else f"`{record['method']}`",
-                str(record["batch"]),
+                *_name_and_batch(record),
                 f"{record['visual']}" + ("" if record["method"] == "none" else f" to {record['keep']}"),
                 *(f"{record[key]:.1f}" if record.get(key) else "" for key in keys),
             ]
@@ -175,22 +176,14 @@ def _prefill() -> str:
 
 def _decode_steps() -> str:
     def build(records: list[dict[str, Any]]) -> list[list[str]]:
-        steps = [
-            record
-            for record in records
-            if record["what"] == "step, static cache" and record["method"] in ("none", "divprune")
-        ]
-        return [
-            [
-                "unpatched" if record["method"] == "none" else f"`{record['method']}`",
-                str(record["batch"]),
-                str(record["left"]),
-                f"{record['ms']['p50']:.1f}",
-                f"{record['graph_ms']['p50'] if isinstance(record['graph_ms'], dict) else record['graph_ms']:.1f}",
-                f"{record['kv_bytes'] / 2**30:.1f}",
-            ]
-            for record in steps
-        ]
+        lines = []
+        for record in records:
+            if record["what"] == "step, static cache" and record["method"] in ("none", "divprune"):
+                graph = record["graph_ms"]["p50"] if isinstance(record["graph_ms"], dict) else record["graph_ms"]
+                numbers = (record["ms"]["p50"], graph, record["kv_bytes"] / 2**30)
+                cells = (f"{number:.1f}" for number in numbers)
+                lines.append([*_name_and_batch(record), str(record["left"]), *cells])
+        return lines
 
     columns = "method | batch | visual tokens | eager, ms | CUDA graph, ms | KV cache, GiB"
     return _gpu_table("g_decode", "One decoding step, static cache.", columns, build)

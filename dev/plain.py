@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count constructions and names that make prose and code hard to read.
 
-python dev/plain.py                                                # the packages and the pages
+python dev/plain.py                                                # code, pages and notebooks
 python dev/plain.py tokenprune/budgets --kinds docstrings --show 5 # marked lines of a folder
 python dev/plain.py --max 5                                        # exit with 1 above 5 markers per 1,000 words
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
 import re
 import sys
 import tokenize
@@ -32,34 +33,31 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE_FOLDERS = ("tokenprune", "benchmarks/tokenprune_bench")
+CODE_FOLDERS = ("tokenprune", "benchmarks/tokenprune_bench", "benchmarks/experiments", "demo", "dev")
 PAGES = ("docs", "README.md", "CONTRIBUTING.md")
 # Markers per 1,000 words. Do not raise these limits.
 LIMITS = {"docstrings": 5.0, "comments": 5.0, "strings": 5.0, "pages": 6.0}
-# Assignments to NAMES in CODE_FOLDERS, all files together.
+# Assignments to NAMES in NAME_FOLDERS, all files together.
+NAME_FOLDERS = ("tokenprune", "benchmarks/tokenprune_bench", "demo", "dev")
 MAX_NAMES = 20
 
 MARKERS = {
-    "what (not a question)": r"\bwhat(ever)?\b(?![^.;:]*\?)",
-    "those that / that of / one that": (
-        r"\bthose (that|of|which|who|in|with|at|it)\b|\bthat of\b|\bones? that\b|\bthe one\b|\bthe ones\b"
-    ),
-    "none where / nothing": r"\bnone where\b|\bwhere there (is|are)\b|\bnothing\b",
+    "what": r"\bwhat(ever)?\b(?![^.;:]*\?)",
+    "those that": (r"\bthose (that|of|which|who|in|with|at|it)\b|\bthat of\b|\bones? that\b|\bthe one\b|\bthe ones\b"),
+    "none, nothing": r"\bnone where\b|\bwhere there (is|are)\b|\bnothing\b",
     "preposition + which/whose": (
         r"\b(of|by|at|in|to|from|on|for|with|through|after|before|over) (which|whose|whom)\b"
     ),
-    "is no / are no": r"\b(is|are|was|were|has|have|takes?|makes?|needs?) no\b",
-    "of its own / of them": r"\bof (its|their) own\b|\bof (them|these|those|it)\b",
-    "as it is / as they are": r"\bas (it|they) (is|are|was|were|do|does|goes|stands?)\b",
-    "stands / lies / goes by": r"\bst(and|ood|ands)\b(?!-)|\blies?\b|\bgoes? by\b|\bcomes? (out|with|to)\b",
-    "says / tells / asks / knows (of things)": (
-        r"\b(says|tells|asks|knows|is told|is asked|is said|asked for|asks for)\b"
-    ),
-    "place (for index/position)": r"\bplaces?\b",
-    "alone (for only)": r"\balone\b",
-    "hand over / is handed": r"\bhand(s|ed|ing)? (over|on|to|out|back|it|them)\b|\b(is|are) handed\b",
-    "is to be / are to be": r"\b(is|are|was|were) (not )?to be\b",
-    "how many (as a noun)": r"\breturn how\b|\bhow many of\b|\bhow many\b(?![^.;:]*\?)",
+    "is no": r"\b(is|are|was|were|has|have|takes?|makes?|needs?) no\b",
+    "of its own": r"\bof (its|their) own\b|\bof (them|these|those|it)\b",
+    "as it is": r"\bas (it|they) (is|are|was|were|do|does|goes|stands?)\b",
+    "stands, lies": r"\bst(and|ood|ands)\b(?!-)|\blies?\b|\bgoes? by\b|\bcomes? (out|with|to)\b",
+    "says, tells, knows": r"\b(says|tells|asks|knows|(is|are) (told|asked|said)|asked for)\b",
+    "place": r"\bplaces?\b",
+    "alone": r"\balone\b",
+    "hand over": r"\bhand(s|ed|ing)? (over|on|to|out|back|it|them)\b|\b(is|are) handed\b",
+    "is to be": r"\b(is|are|was|were) (not )?to be\b",
+    "how many": r"\breturn how\b|\bhow many of\b|\bhow many\b(?![^.;:]*\?)",
 }
 # Names that do not describe a value. Other libraries use them fewer than 15 times together.
 NAMES = frozenset(
@@ -96,7 +94,11 @@ def strings(source: str) -> Passages:
     tree = ast.parse(source)
     skipped = {id(node) for node in docstring_nodes(tree)}
     for node in ast.walk(tree):
-        text = node.value if isinstance(node, ast.Constant) and id(node) not in skipped else None
+        if isinstance(node, ast.JoinedStr):
+            skipped.update(id(part) for part in node.values)
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        else:
+            text = node.value if isinstance(node, ast.Constant) and id(node) not in skipped else None
         if isinstance(text, str) and len(WORD.findall(text)) >= 4:
             yield node.lineno, text
 
@@ -106,6 +108,15 @@ def comments(source: str) -> Passages:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("# ")
+
+
+def read_text(file: Path) -> str:
+    """Return the text of a file, or the Markdown cells of a notebook."""
+    text = file.read_text()
+    if file.suffix != ".ipynb":
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 
 
 def page_lines(text: str) -> Passages:
@@ -134,12 +145,12 @@ def assigned_names(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
-def list_files(paths: Iterable[str | Path], suffix: str) -> list[Path]:
-    """Return the files with a suffix at or below the given paths, which are relative to the repository."""
+def list_files(paths: Iterable[str | Path], *suffixes: str) -> list[Path]:
+    """Return the files with one of the suffixes at or below the given paths, which are relative to the repository."""
     files: list[Path] = []
     for path in (ROOT / path for path in paths):
-        files += [path] if path.is_file() else sorted(path.rglob(f"*{suffix}"))
-    return [file for file in files if file.suffix == suffix]
+        files += [path] if path.is_file() else sorted(path.rglob("*"))
+    return [file for file in files if file.suffix in suffixes]
 
 
 def count_markers(kind: str, files: Iterable[Path], show: int = 0) -> tuple[int, Counter[str]]:
@@ -147,13 +158,13 @@ def count_markers(kind: str, files: Iterable[Path], show: int = 0) -> tuple[int,
 
     Args:
         kind: A key of READERS.
-        files: Python files, or Markdown files if kind is "pages".
+        files: Python files, or Markdown files and notebooks if kind is "pages".
         show: Number of marked lines to print per file.
     """
     num_words, hits = 0, Counter[str]()
     for file in files:
         shown = 0
-        for line, text in READERS[kind](file.read_text()):
+        for line, text in READERS[kind](read_text(file)):
             plain = CODE.sub(" X ", text)
             num_words += len(WORD.findall(plain))
             for marker, pattern in COMPILED.items():
@@ -175,7 +186,7 @@ def main() -> int:
     exceeded = False
     for kind in args.kinds.split(","):
         paths = args.paths or (PAGES if kind == "pages" else CODE_FOLDERS)
-        files = list_files(paths, ".md" if kind == "pages" else ".py")
+        files = list_files(paths, *((".md", ".ipynb") if kind == "pages" else (".py",)))
         num_words, hits = count_markers(kind, files, args.show)
         density = 1000 * hits.total() / max(1, num_words)
         exceeded |= args.max is not None and density > args.max

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes deploy/alerts.yaml once more, as what Prometheus' operator reads.
+"""Write the rules of deploy/alerts.yaml as a PrometheusRule of Prometheus' operator.
 
 python dev/prometheus_rule.py
 """
@@ -22,7 +22,7 @@ spec:
 """
 
 
-def made() -> str:
+def render_rule() -> str:
     """Return the text of the file."""
     rules = RULES.read_text()
     lines = rules[rules.index("groups:") :].splitlines()
@@ -30,4 +30,4 @@ def made() -> str:
 
 
 if __name__ == "__main__":
-    RULE.write_text(made())
+    RULE.write_text(render_rule())

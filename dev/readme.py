@@ -2,13 +2,12 @@
 """Write the generated parts of README.md and docs: numbers from the committed raw files.
 
 python dev/readme.py            # rewrite the pages and docs/images/bench.png
-python dev/readme.py --check    # exit with 1 where a page is not what this would write
+python dev/readme.py --check    # exit with 1 if a page is stale
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -33,6 +32,7 @@ import shared_budget_page  # noqa: E402
 import tower_page  # noqa: E402
 import trust_page  # noqa: E402
 import which_method  # noqa: E402
+from tables import format_share, format_table  # noqa: E402
 
 VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
 DOCUMENTS = ROOT / "benchmarks/results/documents.jsonl"
@@ -43,19 +43,20 @@ VIDEO_TOWER = ROOT / "benchmarks/results/cpu/video_tower.jsonl"
 def attend() -> str:
     """Return accuracy by the share of a session's visual tokens that is read."""
     header, records = rows.read(ATTEND)
-    right = {(one["attend"], one["how"]): 100 * one["right"].count("1") / len(one["right"]) for one in records}
+    right = {
+        (record["attend"], record["how"]): 100 * record["right"].count("1") / len(record["right"]) for record in records
+    }
     shares = list(dict.fromkeys(share for share, _ in right))
-    lines = ["| visual tokens read | " + " | ".join(f"{100 * share:g} %" for share in shares) + " |"]
-    lines.append("|---" * (1 + len(shares)) + "|")
-    for how, words in (("attended", "most attended by the question"), ("drawn", "random")):
-        values = (right.get((share, how), right[1.0, "attended"]) for share in shares)
-        lines.append(f"| {words} | " + " | ".join(f"{value:.1f}" for value in values) + " |")
+    lines = [
+        [words, *(f"{right.get((share, how), right[1.0, 'attended']):.1f}" for share in shares)]
+        for how, words in (("attended", "most attended by the question"), ("drawn", "random"))
+    ]
     note = (
         f"Correct answers in %, of {len(records[0]['right'])} questions about {header['images']} images, "
         f"{header['model']}. By `python benchmarks/experiments/studies/attend.py`; "
         f"[raw data]({ATTEND.relative_to(ROOT)})."
     )
-    return "\n\n".join(["\n".join(lines), note])
+    return f"{format_table(['visual tokens read', *(f'{100 * share:g} %' for share in shares)], lines)}\n\n{note}"
 
 
 def video_tower() -> str:
@@ -63,10 +64,10 @@ def video_tower() -> str:
     header, records = rows.quiet(VIDEO_TOWER)
     if not records:
         return ""
-    lines = ["| method | tokens kept | tower | first token |", "|---|---|---|---|"]
-    for one in records[1:]:
-        ratios = " | ".join(f"{one['ratio'][what]:.2f}" for what in ("tower CPU", "first token CPU"))
-        lines.append(f"| `{one['method']}` | {one['visual_tokens_out']} | {ratios} |")
+    lines = []
+    for record in records[1:]:
+        ratios = (f"{record['ratio'][part]:.2f}" for part in ("tower CPU", "first token CPU"))
+        lines.append([f"`{record['method']}`", str(record["visual_tokens_out"]), *ratios])
     share = records[0]["ms"]["tower CPU"] / records[0]["ms"]["first token CPU"]
     note = (
         f"CPU time relative to the unpatched model (median): {header['frames']} frames of {header['side']} pixels, "
@@ -74,7 +75,7 @@ def video_tower() -> str:
         f"{header['threads']} thread. The tower takes {share:.0%} of the unpatched time to the first token. By `python "
         f"benchmarks/experiments/video_tower.py`; [raw data]({VIDEO_TOWER.relative_to(ROOT)})."
     )
-    return "\n\n".join(["\n".join(lines), note])
+    return f"{format_table(['method', 'tokens kept', 'tower', 'first token'], lines)}\n\n{note}"
 
 
 def video() -> str:
@@ -82,18 +83,18 @@ def video() -> str:
     header, records = rows.read(VIDEO)
     records = [row for row in records if row["what"].endswith(", ms") and not rows.is_loaded(row, header)]
     frames = header["frames"]
-    lines = [f"| CPU time | attention | {' | '.join(f'{count} frames' for count in frames)} | exponent |"]
-    lines.append("|---|---|" + "---:|" * (1 + len(frames)))
-    for row in records:
-        values = " | ".join(f"{1e3 * value:.0f}" for value in row["values"])
-        lines.append(f"| {row['what']} | {row['way']} | {values} | {row['exponent']:.2f} |")
+    titles = ["CPU time", "attention", *(f"{count} frames" for count in frames), "exponent"]
+    lines = [
+        [row["what"], row["way"], *(f"{1e3 * value:.0f}" for value in row["values"]), f"{row['exponent']:.2f}"]
+        for row in records
+    ]
     setup = (
         f"{header['tokens_per_frame']} tokens per frame, a small decoder with random weights, {header['device']}, one "
         f"thread, torch {header['torch']}; `pevlm` with sink_frames={header['sink_frames']}, "
         f"block_frames={header['block_frames']} and min_frames=1."
     )
     source = f"By `python benchmarks/experiments/pevlm.py`; [raw data]({VIDEO.relative_to(ROOT)})."
-    return "\n\n".join([setup, "\n".join(lines), source])
+    return "\n\n".join([setup, format_table(titles, lines, left=2), source])
 
 
 def documents() -> str:
@@ -101,24 +102,23 @@ def documents() -> str:
     from tokenprune_bench.significance import LEVEL, better_p
     from tokenprune_demo.drawn_documents import TEXT_KINDS
 
-    header, *records = (json.loads(line) for line in DOCUMENTS.read_text().splitlines())
+    header, records = rows.read(DOCUMENTS)
     results = [row for row in records if row["record"] == "result"]
     by_setting = {(row["method"], row["level"]): row["right"] for row in results}
     is_text = [kind in TEXT_KINDS for kind in header["kinds"]]
     parts = []
     for level, title in (("all", "exact repetitions dropped"), ("half", "half as many tokens")):
-        lines = [f"| {title} | tokens, tower/decoder | correct, % | text, % |", "|---|---:|---:|---:|"]
+        lines = []
         shown = [row for row in results if row["level"] == level]
         for row in sorted(shown, key=lambda row: (row["method"] != "unpatched", -row["right"].count("1"))):
             right, ours = row["right"], by_setting.get(("pixelprune", level))
             is_reference = row["method"] in ("pixelprune", "unpatched") or ours is None
             mark = "" if is_reference or better_p(ours, right) >= LEVEL else " ▼"
             text_answers = [answer == "1" for answer, chosen in zip(right, is_text, strict=True) if chosen]
-            lines.append(
-                f"| `{row['method']}` | {row['tokens']['tower']:.0f}/{row['tokens']['decoder']:.0f} "
-                f"| {100 * right.count('1') / len(right):.1f}{mark} | {100 * statistics.fmean(text_answers):.0f} |"
-            )
-        parts.append("\n".join(lines))
+            tokens = f"{row['tokens']['tower']:.0f}/{row['tokens']['decoder']:.0f}"
+            text_share = f"{100 * statistics.fmean(text_answers):.0f}"
+            lines.append([f"`{row['method']}`", tokens, f"{format_share(right)}{mark}", text_share])
+        parts.append(format_table([title, "tokens, tower/decoder", "correct, %", "text, %"], lines, left=1))
     setup = (
         f"{header['model'].removesuffix(' (shipped)')}, {header['questions']} questions about {header['documents']} "
         "[drawn documents](docs/results/video.md#documents), which are not in its training set. Other methods keep as "

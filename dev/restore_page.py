@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+
+import rows
+from tables import format_share, format_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -20,7 +22,7 @@ Answers = dict[tuple[str, float, str], dict[str, str]]  # of a chooser, keep and
 
 
 def gain() -> str:
-    """Return the tables, one a model: % right with the chooser, and the points that either form adds to that."""
+    """Return one table per model: accuracy with the chooser, and the gain of each form of `restore` in points."""
     about = (
         "Cells: correct answers in % with the chooser only; gain in points with `restore`; gain with `calibrate=True`. "
         "Bold if the 95 % interval excludes 0. By `python benchmarks/experiments/restore_gain.py`."
@@ -29,34 +31,42 @@ def gain() -> str:
 
 
 def _of(model: str, path: Path) -> str:
-    header, *records = (json.loads(line) for line in path.read_text().splitlines())
-    found: Answers = {(one["chooser"], one["keep"], one["way"]): one for one in records}
-    sets, whole = header["questions"], found["", 1.0, "unpatched"]
-    pairs = {(chooser, keep) for chooser, keep, _ in found if all((chooser, keep, way) in found for way in WAYS)}
-    choosers = list(dict.fromkeys(chooser for chooser, *_ in found if chooser))
+    header, records = rows.read(path)
+    by_setting: Answers = {(record["chooser"], record["keep"], record["way"]): record for record in records}
+    sets, unpatched = header["questions"], by_setting["", 1.0, "unpatched"]
+    pairs = {
+        (chooser, keep) for chooser, keep, _ in by_setting if all((chooser, keep, way) in by_setting for way in WAYS)
+    }
+    choosers = list(dict.fromkeys(chooser for chooser, *_ in by_setting if chooser))
     keeps = sorted({keep for _, keep in pairs}, reverse=True)
 
-    def row(title: str, names: list[str], of: list[str]) -> str:
-        cells = (_cell(found, [one for one in names if (one, keep) in pairs], keep, of) for keep in keeps)
-        return f"| {title} | {' | '.join(cells)} |"
+    def row(title: str, names: list[str], set_names: list[str]) -> list[str]:
+        return [
+            title,
+            *(
+                _cell(by_setting, [chooser for chooser in names if (chooser, keep) in pairs], keep, set_names)
+                for keep in keeps
+            ),
+        ]
 
-    comparing = [one for one in choosers if one not in BASELINES]
-    asked = ", ".join(f"{number} about {one} (unpatched {_share(whole[one])} %)" for one, number in sets.items())
-    return "\n".join([
-        f"{model}, [questions](../../benchmarks/results/{path.name}): {asked}.", "",
-        f"| chooser | {' | '.join(f'{keep:g}' for keep in keeps)} |", "|---" + "|---:" * len(keeps) + "|",
-        *(row(f"`{one}`", [one], list(sets)) for one in choosers if one in SHOWN),
-        *(row(f"mean of {len(comparing)} methods: {one}", comparing, [one]) for one in sets),
-    ])  # fmt: skip
+    comparing = [chooser for chooser in choosers if chooser not in BASELINES]
+    asked = ", ".join(
+        f"{count} about {set_name} (unpatched {format_share(unpatched[set_name])} %)"
+        for set_name, count in sets.items()
+    )
+    lines = [row(f"`{chooser}`", [chooser], list(sets)) for chooser in choosers if chooser in SHOWN]
+    lines += [row(f"mean of {len(comparing)} methods: {set_name}", comparing, [set_name]) for set_name in sets]
+    table = format_table(["chooser", *(f"{keep:g}" for keep in keeps)], lines, left=1)
+    return f"{model}, [questions](../../benchmarks/results/{path.name}): {asked}.\n\n{table}"
 
 
-def _cell(found: Answers, choosers: list[str], keep: float, sets: list[str]) -> str:
-    """Return what a table says of some choosers together; a question's gain is the mean of theirs."""
+def _cell(by_setting: Answers, choosers: list[str], keep: float, sets: list[str]) -> str:
+    """Return the cell of a group of choosers. The gain of a question is the mean over the choosers."""
     if not choosers:
         return "-"
 
     def right(way: str) -> list[float]:
-        said = ("".join(found[one, keep, way][name] for name in sets) for one in choosers)
+        said = ("".join(by_setting[chooser, keep, way][name] for name in sets) for chooser in choosers)
         return [100 * fmean(map(int, of_question)) for of_question in zip(*said, strict=True)]
 
     plain, *others = map(right, WAYS)
@@ -67,7 +77,3 @@ def _cell(found: Answers, choosers: list[str], keep: float, sets: list[str]) -> 
         sure = abs(mean) > SURE * stdev(more) / sqrt(len(more))
         points.append(f"**{mean:+.1f}**" if sure else f"{mean:+.1f}")
     return f"{fmean(plain):.1f}; {'; '.join(points)}"
-
-
-def _share(right: str) -> str:
-    return f"{100 * right.count('1') / len(right):.1f}"

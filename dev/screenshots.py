@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Photograph pages of the built site at two widths, light and dark, and say what is wrong with them.
+"""Take screenshots of pages of the built site at two widths, light and dark, and report faults.
 
-make docs && python dev/screenshots.py build/site OUT     # needs Playwright and a Chromium; CHROMIUM=path of another
+make docs && python dev/screenshots.py build/site OUT     # needs Playwright and Chromium; CHROMIUM=path of another
 
-Exits with 1 where a page writes an error to the console, asks for anything that is not on this machine, has an image
-that does not load, is wider than the window, or has a table that is cut off. Look at the images yourself, too.
+Exits with 1 if a page writes an error to the console, requests another machine, has an image that does not load, is
+wider than the window, or has a cut-off table. Check the screenshots by eye, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGES = (
 )
 SIZES = ((1280, 900), (390, 800))
 SCHEMES = ("light", "dark")
-# What sticks out of the window, and is in no box that scrolls.
+# Elements that are wider than the window and are not in a scrolling box.
 LOOK = """() => {
   const wide = document.documentElement.clientWidth, found = [];
   const scrolls = (one) => { for (let box = one; (box = box.parentElement);)
@@ -55,12 +55,12 @@ LOOK = """() => {
 
 class _Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
-        """Write no line for each request."""
+        """Suppress the log of requests."""
 
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Serve a folder on this machine alone, and yield its address."""
+    """Serve a folder on localhost and yield its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -73,8 +73,8 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def check(browser: Any, folder: Path, pages: Sequence[str] = PAGES, out: Path | None = None) -> list[str]:
-    """Open each page in each size and scheme, and return what is wrong. out: folder for the images, if wanted."""
-    found = []
+    """Open each page in each size and scheme and return the faults. `out` is a folder for screenshots."""
+    faults = []
     with served(folder) as address:
         for page in pages:
             for width, height in SIZES:
@@ -82,9 +82,11 @@ def check(browser: Any, folder: Path, pages: Sequence[str] = PAGES, out: Path | 
                     size = {"width": width, "height": height}
                     context = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")
                     where = f"{page} at {width}, {scheme}"
-                    found += [f"{where}: {one}" for one in _opened(context, address, page, out and _name(out, where))]
+                    faults += [
+                        f"{where}: {fault}" for fault in _opened(context, address, page, out and _name(out, where))
+                    ]
                     context.close()
-    return found
+    return faults
 
 
 def _name(out: Path, where: str) -> Path:
@@ -93,27 +95,27 @@ def _name(out: Path, where: str) -> Path:
 
 
 def _opened(context: Any, address: str, page: str, image: Path | None) -> list[str]:
-    found: list[str] = []
+    faults: list[str] = []
 
     def asked(route: Any) -> None:
         if route.request.url.startswith((address, "data:", "blob:")):
             route.continue_()
         else:
-            found.append(f"asks for {route.request.url}")
+            faults.append(f"asks for {route.request.url}")
             route.abort()
 
     context.route("**/*", asked)
     tab = context.new_page()
-    tab.on("console", lambda told: found.append(f"console: {told.text}") if told.type == "error" else None)
-    tab.on("pageerror", lambda error: found.append(f"error: {error}"))
+    tab.on("console", lambda told: faults.append(f"console: {told.text}") if told.type == "error" else None)
+    tab.on("pageerror", lambda error: faults.append(f"error: {error}"))
     tab.goto(address + page, wait_until="networkidle")
     tab.evaluate("() => document.querySelectorAll('img[loading]').forEach((one) => { one.loading = 'eager'; })")
     tab.wait_for_load_state("networkidle")
     tab.wait_for_function("() => [...document.images].every((one) => one.complete)")
-    found += tab.evaluate(LOOK)
+    faults += tab.evaluate(LOOK)
     if image is not None:
         tab.screenshot(path=image, full_page=True)
-    return found
+    return faults
 
 
 def main() -> None:
@@ -125,8 +127,8 @@ def main() -> None:
     parser.add_argument("--pages", nargs="+", default=PAGES, metavar="PAGE.html")
     args = parser.parse_args()
     with started() as browser:
-        found = check(browser, args.site, args.pages, args.out)
-    sys.exit("\n".join(found) or None)
+        faults = check(browser, args.site, args.pages, args.out)
+    sys.exit("\n".join(faults) or None)
 
 
 if __name__ == "__main__":

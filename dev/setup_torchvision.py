@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Development set-up only: make torchvision importable in this environment, whatever build of torch it holds.
+"""Development set-up only: make torchvision importable with any build of torch.
 
-torchvision's registry build is compiled for CUDA and does not import beside a CPU build of torch. Where so, this
-copies ``_torchvision_cpu_shim.py`` into site-packages with a ``.pth`` line that loads it in every process.
-Run with the environment's own Python; running it again changes nothing.
+The registry's torchvision is compiled for CUDA and fails to import with a CPU build of torch. In this case the script
+copies ``_torchvision_cpu_shim.py`` to site-packages, with a ``.pth`` line that loads it in every process. Run it with
+the environment's Python. It may run twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
         shutil.copyfile(Path(__file__).with_name(f"{SHIM}.py"), site_packages / f"{SHIM}.py")
         line.write_text(f"import {SHIM}\n", encoding="utf-8")
         attempt = run("import torchvision.transforms.v2")
-        print(f"torchvision: {SHIM} is in place, because torch is a CPU build and torchvision is not")
+        print(f"torchvision: installed {SHIM}, because torch is a CPU build and torchvision is a CUDA build")
     if attempt.returncode:
         print(attempt.stderr, "torchvision does not import", sep="\n", file=sys.stderr)
     else:

@@ -2,7 +2,7 @@
 """Run every method on a tiny model of every family: one image, two images per row, and videos.
 
     python dev/sweep.py                                    # all, 3 minutes on one core; rewrites dev/sweep.json
-    python dev/sweep.py --families glm4v --methods mmtok   # prints the outcomes and writes nothing
+    python dev/sweep.py --families glm4v --methods mmtok   # prints the outcomes and writes no file
 
 An input that the unpatched model does not run is left out. The record counts four outcomes: "ok", "refused by patch()",
 "refused in the call" (both are errors of `tokenprune.errors`) and "raw error" (any other exception, which is a fault).

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run README's code, load the models that README names, and run `tokenprune demo`, as a newcomer would.
+"""Run README's code, load the models named in README, and run `tokenprune demo`.
 
-python dev/try_readme.py    # with the Python of an environment that was installed as README says, in the checkout
+python dev/try_readme.py    # in the checkout, with the Python of an environment installed as README describes
 
 Exits with 1 if a step fails.
 """

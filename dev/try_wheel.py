@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the three wheels from their sdists, and try them in a clean environment as a new user would.
+"""Build the three wheels from their sdists, and try them in a clean environment.
 
-python dev/try_wheel.py                              # everything is made in a temporary folder
-python dev/try_wheel.py --out dist --extras app      # what .github/workflows/release.yml does
-python dev/try_wheel.py --out dist --tag v0.2.0      # ends with 1 where the wheel has another version than the tag
+python dev/try_wheel.py                              # builds in a temporary folder
+python dev/try_wheel.py --out dist --extras app      # as in .github/workflows/release.yml
+python dev/try_wheel.py --out dist --tag v0.2.0      # exits with 1 if the version differs from the tag
 
-With the core alone it tries the version, `methods`, `reduce`, what commands of the other packages say, and a package of
-`new-method` with its test; with all three `recommend`, `demo`, `show` and `bench`; then, with --extras app, whether
-`app` answers and compares. It needs hatchling, and an index; with twine it checks what the index would show.
+With the core only, it tries the version, `methods`, `reduce`, the messages of commands of missing packages, and a
+`new-method` package with its test. With all three it tries `recommend`, `demo`, `show` and `bench`. --extras app tries
+`app`. It needs hatchling and a package index. With twine, it also checks the descriptions for the index.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BENCH = "tokenprune-bench"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")  # of 22.3 or newer, for --python
 PATIENCE = 900  # seconds that a command may take: an environment has a gigabyte to download
 APP_PATIENCE = 600  # a machine may be busy
-# What a visitor of the page does: an image, a question, and a click on "Compare".
+# A visit of the page: an image, a question, and a click on "Compare".
 ASK = """
 import sys
 from gradio_client import Client, handle_file
@@ -45,11 +45,11 @@ print(page.predict(*asked, api_name="/compare")[0])
 
 
 class Failed(Exception):
-    """A step did not do what it has to."""
+    """A step failed."""
 
 
 def run(command: Sequence[str | Path], cwd: Path, env: dict[str, str] | None = None) -> str:
-    """Return what a command prints; raises Failed with the end of it where it fails."""
+    """Return the output of a command. Raises Failed with the end of the output if it fails."""
     try:
         done = subprocess.run(
             list(map(str, command)), cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -71,7 +71,7 @@ def build(out: Path) -> list[Path]:
     """Build sdists and wheels into an empty folder, and return the wheels, the core's first."""
     require(importlib.util.find_spec("hatchling"), "hatchling builds the package: pip install 'hatchling>=1.27'")
     out.mkdir(parents=True, exist_ok=True)
-    require(not any(out.iterdir()), f"{out} is not empty: all that lies there would be published")
+    require(not any(out.iterdir()), f"{out} is not empty: all files there would be published")
     wheels: list[Path] = []
     for folder in FOLDERS:
         before = {*out.iterdir()}
@@ -93,12 +93,12 @@ def version_of(wheel: Path) -> str:
 
 
 def check_tag(version: str, tag: str) -> None:
-    """Raise Failed where a tag is not that of the version; "" is none."""
+    """Raise Failed if the version does not match the tag. "" skips the check."""
     require(tag in ("", f"v{version}"), f"the tag {tag} is not v{version}, which the wheel has")
 
 
 class Environment:
-    """A virtual environment with nothing in it, beside a folder from which its commands run."""
+    """An empty virtual environment, and a working folder for its commands."""
 
     def __init__(self, folder: Path, constraints: Path | None) -> None:
         self.folder = folder / "away"  # from the checkout, which must not be imported
@@ -107,7 +107,7 @@ class Environment:
         self._constraints = ["-c", str(constraints.resolve())] if constraints else []
         venv.create(folder / "env", symlinks=os.name != "nt")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-        self.temporary = folder / "tmp"  # of commands; what they leave there can be seen
+        self.temporary = folder / "tmp"  # temporary files of commands, checked at the end
         self.temporary.mkdir()
         path = f"{self._bin}{os.pathsep}{os.environ['PATH']}"
         self.env = kept | {"HF_HUB_OFFLINE": "1", "PATH": path, "TMPDIR": str(self.temporary)}
@@ -119,8 +119,7 @@ class Environment:
         return run(self.command(name, *arguments), self.folder, self.env)
 
     def install(self, *what: str | Path, compiled: bool = False) -> None:
-        """Install packages. compiled: to bytecode, as pip does by itself; else at the first import, of which there are
-        few."""
+        """Install packages. `compiled` writes bytecode at once, as pip does by default."""
         pip = [*PIP, "--python", self._bin / "python", "install", "--quiet", *self._constraints]
         run([*pip, *(() if compiled else ("--no-compile",)), *what], self.folder)
 
@@ -171,7 +170,9 @@ def try_recommend(env: Environment) -> None:
 def try_demo(env: Environment) -> None:
     models = ("demo_vlm", "demo_qwen") if env.has("torchvision") else ("demo_vlm",)  # Qwen's processors need it
     for model in models:
-        require("KV cache" in env.run("tokenprune", "demo", "--model", model), f"`demo --model {model}` shows nothing")
+        require(
+            "KV cache" in env.run("tokenprune", "demo", "--model", model), f"`demo --model {model}` shows no KV cache"
+        )
 
 
 def held_out(env: Environment) -> str:
@@ -182,8 +183,8 @@ def held_out(env: Environment) -> str:
 
 def try_show(env: Environment) -> None:
     env.run("tokenprune", "show", held_out(env), "--methods", "divprune,tome", "--out", "shown.png")
-    found = (env.folder / "shown.png").read_bytes()[:8]
-    require(found == b"\x89PNG\r\n\x1a\n", "`tokenprune show` wrote no PNG")
+    signature = (env.folder / "shown.png").read_bytes()[:8]
+    require(signature == b"\x89PNG\r\n\x1a\n", "`tokenprune show` wrote no PNG")
 
 
 def try_bench(env: Environment) -> None:
@@ -195,7 +196,7 @@ def try_new_method(env: Environment) -> None:
     env.run("tokenprune", "new-method", "tried_out")
     env.install("./tokenprune-tried-out[test]")
     told = env.run("python", "-m", "pytest", "-q", "tokenprune-tried-out")
-    require("2 passed" in told, f"the test of a new method says:\n{told}")
+    require("2 passed" in told, f"the test of a new method failed:\n{told}")
     require("tried_out" in env.run("tokenprune", "methods"), "`tokenprune methods` does not list a method of a package")
 
 
@@ -219,15 +220,15 @@ def try_app(env: Environment) -> float:
             server.terminate()
             server.wait(timeout=PATIENCE)
     require(json.loads(told).get("components"), "`tokenprune app` answers, and its page is empty")
-    require("divprune 0.5" in compared, f"`tokenprune app` compares nothing: {compared[-1000:]}")
-    left = sorted(one.name for one in env.temporary.iterdir() if one.name.startswith(("tokenprune", "gradio")))
+    require("divprune 0.5" in compared, f"`tokenprune app` did not compare: {compared[-1000:]}")
+    left = sorted(path.name for path in env.temporary.iterdir() if path.name.startswith(("tokenprune", "gradio")))
     require(not left, f"`tokenprune app` leaves files behind: {', '.join(left)}")
     return took
 
 
 def answer(url: str, server: subprocess.Popen) -> bytes:
-    """Return what a server that is starting answers; raises Failed where it ends, or does not answer in time."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # this machine needs no proxy to reach itself
+    """Return the response of a server that starts. Raises Failed if it ends or does not answer in time."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for localhost
     end = time.monotonic() + APP_PATIENCE
     while time.monotonic() < end:
         if server.poll() is not None:
@@ -240,12 +241,14 @@ def answer(url: str, server: subprocess.Popen) -> bytes:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, help="empty folder for sdists and wheels; default: a temporary one")
-    made.add_argument("--extras", default="", help="extras of tokenprune-bench to try behind that, with commas: app")
-    made.add_argument("--tag", default="", help="of git; the wheel must have its version")
-    made.add_argument("--constraints", type=Path, help="versions for pip, such as requirements/dev.txt")
-    return made
+    new_parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    new_parser.add_argument("--out", type=Path, help="empty folder for sdists and wheels; default: a temporary one")
+    new_parser.add_argument(
+        "--extras", default="", help="extras of tokenprune-bench to try behind that, with commas: app"
+    )
+    new_parser.add_argument("--tag", default="", help="of git; the wheel must have its version")
+    new_parser.add_argument("--constraints", type=Path, help="versions for pip, such as requirements/dev.txt")
+    return new_parser
 
 
 def main() -> None:
@@ -262,9 +265,9 @@ def main() -> None:
             for wheel in wheels:
                 say(f"built {wheel.name}, {wheel.stat().st_size / 1e6:.2f} MB")
             env = Environment(Path(scratch), args.constraints)
-            env.install("torch")  # first, so that no other package brings another build of it
+            env.install("torch")  # first: other packages may install another build
             env.install(core)
-            say("installed, the core alone")
+            say("installed the core package only")
             try_version(env, version)
             for check in (try_lists, try_reduce, try_alone, try_new_method):
                 check(env)

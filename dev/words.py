@@ -3,8 +3,8 @@
 
 python dev/words.py    # the path, the largest pages, and all of docs/
 
-A word holds a letter or a digit. Markup, targets of links, comments and the lines of tables are none; cells of tables,
-code and folded rows count.
+A word contains a letter or a digit. Markup, targets of links, comments and lines of tables do not count. Cells of
+tables, code and folded rows do.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def pages() -> dict[str, int]:
 
 
 def main() -> None:
-    found = pages()
+    words_of_pages = pages()
     print(f"{words((ROOT / 'README.md').read_text()):7,} README.md")
     for name in PATH:
-        print(f"{found[name]:7,} {name}")
-    print(f"{sum(found[name] for name in PATH):7,} the path")
-    for name in sorted(set(found) - set(PATH), key=found.get, reverse=True)[:20]:
-        print(f"{found[name]:7,} {name}")
-    print(f"{sum(found.values()):7,} docs/, {len(found)} pages")
+        print(f"{words_of_pages[name]:7,} {name}")
+    print(f"{sum(words_of_pages[name] for name in PATH):7,} the path")
+    for name in sorted(set(words_of_pages) - set(PATH), key=words_of_pages.get, reverse=True)[:20]:
+        print(f"{words_of_pages[name]:7,} {name}")
+    print(f"{sum(words_of_pages.values()):7,} docs/, {len(words_of_pages)} pages")
 
 
 if __name__ == "__main__":

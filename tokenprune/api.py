@@ -51,7 +51,7 @@ def patch(
     config: str | Path | Mapping[str, Any] | None = None,
     feature_cache: int | None = None,
     max_visual_tokens: int | None = None,
-    graphs: bool | Graphs | None = None,
+    graphs: bool | str | Graphs | None = None,
     **options: Any,
 ) -> ModelT:
     """Prune the visual tokens of `model` in place, and return it.
@@ -79,8 +79,8 @@ def patch(
             vision tower (docs/guides/chats.md). Default: no cache.
         max_visual_tokens: Maximum number of tokens per image. Larger images are resized before the vision tower, as
             with the method "downsample".
-        graphs: True or a `tokenprune.graphs.Graphs`: run the prefill of the decoder as CUDA graphs where possible
-            (docs/guides/gpu.md). Also works with keep=1.0.
+        graphs: True or a `tokenprune.graphs.Graphs`: run the decoder's prefill and decoding steps as CUDA graphs where
+            possible (docs/guides/gpu.md). "auto" captures only shapes that repeat. Also works with keep=1.0.
         options: Options of the method (`method_info(name).options`). For several methods, pass configured methods.
 
     Returns:

@@ -103,13 +103,17 @@ class GraphCounts:
         hits: Number of replayed prefills.
         misses: Number of prefills without a graph, by reason.
         captured: Number of captured graphs.
-        bytes: Memory of the cached graphs.
+        bytes: Memory of the cached graphs, and of the buffers for keys and values.
+        step_hits: Number of replayed decoding steps.
+        step_misses: Number of decoding steps without a graph, by reason.
     """
 
     hits: int
     misses: dict[str, int]
     captured: int
     bytes: int
+    step_hits: int = 0
+    step_misses: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

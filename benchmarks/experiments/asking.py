@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What measurements on the shipped model's questions share: ask them all, say how many were right."""
+"""Ask the questions of a shipped model and count the right answers. Imported by the other experiments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenprune_bench.suite import Bench
 @register("replay", site=Site.PRE_LLM, paper="none (a measurement)")
 @dataclasses.dataclass(frozen=True)
 class Replay(Pruner):
-    """Keep the visual tokens that are set from outside."""
+    """Keep the visual tokens of the mask `kept`, which the caller sets."""
 
     kept: ClassVar[Tensor]
 
@@ -28,7 +28,7 @@ class Replay(Pruner):
         return Selection(self.kept & tokens.mask)
 
     def resolve_count(self, count: int, keep: int) -> int:
-        return count - 1  # anything but all: the selection decides
+        return count - 1  # fewer than all, so that `select` runs
 
 
 def ask(
@@ -37,14 +37,16 @@ def ask(
     changed: Callable[[Any], AbstractContextManager],
     look: Callable[[int], None] = lambda rows: None,
 ) -> str:
-    """Return one 0 or 1 for each question of `bench`, in order.
+    """Return a string with "1" for a right and "0" for a wrong answer, in the order of the questions of `bench`.
 
-    changed: from a batch's inputs to a context in which the model answers it; look: called in it, with the rows.
+    Args:
+        changed: Return a context manager for a batch's inputs. The model answers inside the context.
+        look: Function of the batch size, called inside the context after the answers.
     """
     right = ""
-    for numbers in bench.batches(None):
-        batch = [bench.examples[number] for number in numbers]
-        inputs = subject.inputs([example.image for example in batch], [one.question for one in batch])
+    for indices in bench.batches(None):
+        batch = [bench.examples[index] for index in indices]
+        inputs = subject.inputs([example.image for example in batch], [example.question for example in batch])
         with changed(inputs):
             answers = subject.generate(inputs)
             look(len(batch))
@@ -53,6 +55,6 @@ def ask(
 
 
 def share(right: str) -> str:
-    """Return the share right with its 95 % Wilson interval, as text."""
+    """Format the share of right answers with its 95 % Wilson interval."""
     low, high = wilson(right.count("1"), len(right))
     return f"{right.count('1') / len(right):.1%} [{low:.1%}, {high:.1%}]"

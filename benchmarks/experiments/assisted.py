@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts on fewer visual tokens, on a model that ships: how many are accepted, and how often the target runs.
+"""Measure assisted generation of a shipped model whose draft sees fewer visual tokens.
 
     python benchmarks/experiments/assisted.py                      # demo_qwen, its held-out questions
     python benchmarks/experiments/assisted.py --page               # write the table into docs/results/drafts.md
 
-The shipped models answer in one word. So two things are measured: how often the draft's word is the target's, which is
-the acceptance of a word that the image decides, and, with the model kept from ending its answer, what assisted
-generation does over `--words` words: target forwards, and drafts accepted. All answers are compared with those without
-help. Nothing here is timed.
+The raw file is benchmarks/results/DEVICE/assisted.jsonl. The shipped models answer in one word, so the script measures
+two things. First, how often the draft and the target answer with the same word. Second, with the end token suppressed,
+the target forwards and the accepted drafts over `--words` words. All answers are compared with unassisted generation.
+Nothing is timed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BEGIN, END = "<!-- assisted:begin (benchmarks/experiments/assisted.py --page) --
 
 @contextmanager
 def drafts_of(model: Any, method: str | None, keep: float) -> Iterator[Any]:
-    """Yield a draft with the weights of `model`; method None: as transformers alone would use it, without images."""
+    """Yield a draft with the weights of `model`. Method None: a plain copy, which transformers runs without images."""
     draft = copy.deepcopy(model) if method is None else tokenprune.assistant(model, method, keep=keep)
     draft.generation_config.num_assistant_tokens = DRAFTED
     draft.generation_config.assistant_confidence_threshold = 0.0
@@ -51,15 +51,18 @@ def drafts_of(model: Any, method: str | None, keep: float) -> Iterator[Any]:
 
 
 class Written:
-    """What generations of one target took. forwards: their lengths, `[prompts][forwards]`; words: written by them."""
+    """Counts of assisted generations: query lengths of the target's forwards per prompt, and generated words."""
 
     def __init__(self) -> None:
         self.forwards: list[list[int]] = []
         self.words = 0
 
     def as_dict(self) -> dict[str, int]:
-        """The first forward of a prompt reads it; each other checks what was drafted, and adds a word of its own."""
-        rounds = [length - 1 for one in self.forwards for length in one[1:]]
+        """Return the counts.
+
+        The first forward of a prompt is the prefill. Each later forward checks the drafts and adds a word.
+        """
+        rounds = [length - 1 for lengths in self.forwards for length in lengths[1:]]
         total = sum(map(len, self.forwards))
         return {"forwards": total, "words": self.words, "drafted": sum(rounds), "accepted": self.words - total}
 
@@ -77,7 +80,7 @@ def watched(model: Model, written: Written) -> Iterator[None]:
 
 
 def ask(model: Model, inputs: dict[str, Any], words: int, **options: Any) -> list[int]:
-    """Return the ids of as many words; the answer is kept from ending."""
+    """Generate `words` token ids. If `words` is above 1, the end token is suppressed."""
     end = model.model.generation_config.eos_token_id
     if words > 1:
         options["suppress_tokens"] = end if isinstance(end, list) else [end]
@@ -88,20 +91,20 @@ def ask(model: Model, inputs: dict[str, Any], words: int, **options: Any) -> lis
 def measure(
     model: Model, prompts: Sequence[dict[str, Any]], answers: Sequence[list[int]], method: str | None, keep: float
 ) -> dict[str, Any]:
-    """Return the record of one setting. answers: what the model writes alone; every other one is compared with it."""
+    """Return the record of one setting. `answers` are the ids of unassisted generation, for comparison."""
     written, right, equal, words = Written(), 0, 0, len(answers[0])
     with drafts_of(model.model, method, keep) as draft, torch.no_grad():
-        for inputs, want in zip(prompts, answers, strict=True):
+        for inputs, expected in zip(prompts, answers, strict=True):
             if method is not None:
-                right += ask(model, inputs, 1, by=draft) == want[:1]
+                right += ask(model, inputs, 1, by=draft) == expected[:1]
             written.forwards.append([])
             with watched(model, written):
-                got = ask(model, inputs, words, assistant_model=draft)
-            written.words += len(got)
-            equal += got == want
+                ids = ask(model, inputs, words, assistant_model=draft)
+            written.words += len(ids)
+            equal += ids == expected
     record = {"method": method, "keep": keep, "prompts": len(prompts), "equal": equal, **written.as_dict()}
     if method is not None:
-        tokens = round(sum(model.visual_tokens(one) for one in prompts) / len(prompts))
+        tokens = round(sum(model.visual_tokens(prompt) for prompt in prompts) / len(prompts))
         steps = Setting.from_json({"method": method, "keep": keep}).steps()
         cost = DraftCost.from_configs(model.model.config, None, *steps, tokens=tokens, text=16 + words)
         record |= {"same_word": right, "c": cost.c}
@@ -112,13 +115,13 @@ def table(path: Path) -> Table:
     """Return the table of a file of results."""
     about, lines = read(path)
     rows = []
-    for one in lines:
-        asked = one["prompts"]
-        name = "a copy, without us" if one["method"] is None else f"{one['method']}, keep {one['keep']:g}"
-        word, c = ("", "") if one["method"] is None else (f"{one['same_word'] / asked:.0%}", f"{one['c']:.3f}")
+    for row in lines:
+        prompts = row["prompts"]
+        name = "a copy, without us" if row["method"] is None else f"{row['method']}, keep {row['keep']:g}"
+        word, c = ("", "") if row["method"] is None else (f"{row['same_word'] / prompts:.0%}", f"{row['c']:.3f}")
         rows.append([*map(Cell, (
-            name, word, f"{one['accepted'] / max(1, one['drafted']):.0%}", f"{one['words'] / asked:.1f}",
-            f"{one['forwards'] / asked:.1f}", f"{one['equal']} of {asked}", c,
+            name, word, f"{row['accepted'] / max(1, row['drafted']):.0%}", f"{row['words'] / prompts:.1f}",
+            f"{row['forwards'] / prompts:.1f}", f"{row['equal']} of {prompts}", c,
         ))])  # fmt: skip
     columns = (
         "draft", "its word is the target's", "drafts accepted", "words", "target forwards", "answers equal", "c",
@@ -134,8 +137,10 @@ def table(path: Path) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo_qwen")
-    parser.add_argument("--settings", default=SETTINGS, help="method:keep, with commas between them")
-    parser.add_argument("--questions", type=int, default=45, help="evenly out of the held-out set, every kind as often")
+    parser.add_argument("--settings", default=SETTINGS, help="comma-separated list of method:keep")
+    parser.add_argument(
+        "--questions", type=int, default=45, help="number of held-out questions, equally many of each kind"
+    )
     parser.add_argument("--words", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -148,17 +153,17 @@ def main() -> None:
         return
     torch.set_num_threads(args.threads)
     model = load_model(args.model, device=args.device)
-    everything = load_heldout(folder=model.heldout)
-    kinds = len({one.kind for one in everything})
-    images = len(everything) // kinds
+    examples = load_heldout(folder=model.heldout)
+    kinds = len({example.kind for example in examples})
+    images = len(examples) // kinds
     step = max(1, images * kinds // args.questions)
-    chosen = [one for number, one in enumerate(everything) if number // kinds % step == 0][: args.questions]
-    prompts = [model.inputs([one.images], [one.question]) for one in chosen]
+    chosen = [example for index, example in enumerate(examples) if index // kinds % step == 0][: args.questions]
+    prompts = [model.inputs([example.images], [example.question]) for example in chosen]
     lines = [
         header(torch.device(args.device), model=args.model, questions=len(chosen), words=args.words,
                weights=model.weights)
     ]  # fmt: skip
-    settings = [(name, float(keep)) for name, _, keep in (one.partition(":") for one in args.settings.split(","))]
+    settings = [(name, float(keep)) for name, _, keep in (item.partition(":") for item in args.settings.split(","))]
     with torch.no_grad():
         answers = [ask(model, inputs, args.words) for inputs in prompts]
     for method, keep in [(None, 1.0), *settings]:

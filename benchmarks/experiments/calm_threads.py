@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let OpenMP's threads sleep while they wait: for scripts to import ahead of torch, as their first import."""
+"""Let waiting OpenMP threads sleep. Scripts import this module before torch."""
 
 from tokenprune.models.torch_import import set_passive_threads
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far off is `tokenprune capacity` on rows that its assumptions were not fitted to?
+"""Measure the error of `tokenprune capacity` on rows that its assumptions were not fitted to.
 
     python benchmarks/experiments/capacity_errors.py           # print the table
     python benchmarks/experiments/capacity_errors.py --page    # write it into docs/results/serving.md
 
-The rows are the nine that an H200 measured in vLLM: three servers, three budgets each. The defaults of `Assumptions`
-were fitted to these rows, so their error is in-sample. Here `compute`, `tower`, `each` and, for servers without CUDA
-graphs, `launch` are fitted anew (least squares of the logarithms of the rates), leaving out one row, or all rows of one
-server, and the left-out rows are predicted. `host` is the median first token of the rows that stay: of the same server,
-or of the other two servers.
+The rows are nine vLLM measurements on an H200: three servers with three budgets each. The defaults of `Assumptions`
+were fitted to these rows, so their error is in-sample. This script fits `compute`, `tower`, `each` and, for servers
+without CUDA graphs, `launch` again (least squares of the logarithms of the rates) without one row, or without all rows
+of one server, and predicts the rows left out. `host` is the median first token of the remaining rows of the same server
+or, if that server is left out, of the other two servers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QWEN_7B = Qwen2_5_VLConfig(
     vision_config=dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584),
     tie_word_embeddings=False,
 )  # fmt: skip
-# Of each server: the model's config, the tokens of text and of an image in its requests, and whether it runs eagerly.
+# For each server: model config, text tokens and image tokens per request, and whether it runs eagerly.
 SERVERS: dict[str, tuple[Any, int, int | None, bool]] = {
     "llava7b.default": (LlavaConfig(), 39, None, False),
     "llava7b.eager": (LlavaConfig(), 39, None, True),
@@ -51,14 +51,14 @@ FITTED = ("compute", "tower", "each", "launch")
 
 @cache
 def build_server(name: str) -> tuple[Server, Load]:
-    """Return one of `SERVERS` and the load of its requests."""
+    """Return a server of `SERVERS` and the load of its requests."""
     config, text, tokens, _ = SERVERS[name]
     return Server.from_config(config, GPUS["H200"]), build_load(config, 1, tokens=tokens, tiles=None, text=text)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measured row: the server, the budget, requests per second, and seconds to the first token."""
+    """Measured row: server, budget, answer tokens, requests per second, and seconds to the first token."""
 
     server: str
     keep: float
@@ -71,14 +71,13 @@ class Row:
         return SERVERS[self.server][3]
 
     def predict(self, assumed: dict[str, float]) -> Capacity:
-        """Return the prediction for this row. `launch` counts only for a server that runs eagerly."""
+        """Return the prediction for this row. `launch` counts only if the server runs eagerly."""
         values = assumed if self.eager else assumed | {"launch": 0.0}
         server, load = build_server(self.server)
         return replace(server, assumed=Assumptions(at_once=64, **values)).capacity(load, self.keep, 1, self.answer)
 
 
 def read_rows() -> list[Row]:
-    """Return the measured rows."""
     rows = []
     for line in RAW.read_text().splitlines()[1:]:
         row = json.loads(line)
@@ -89,13 +88,12 @@ def read_rows() -> list[Row]:
 
 
 def defaults() -> dict[str, float]:
-    """Return the default of each fitted assumption."""
     return {name: getattr(Assumptions(), name) for name in FITTED}
 
 
 @cache
 def fit(rows: tuple[Row, ...]) -> dict[str, float]:
-    """Return the assumptions with the least squared error of the logarithms of the rates, by coordinate descent."""
+    """Fit the assumptions by coordinate descent on the squared errors of the logarithms of the rates."""
 
     def loss(values: dict[str, float]) -> float:
         return sum(math.log(row.predict(values).rate / row.rate) ** 2 for row in rows)
@@ -115,15 +113,18 @@ def fit(rows: tuple[Row, ...]) -> dict[str, float]:
 
 
 def predict_left_out(row: Row, others: tuple[Row, ...]) -> tuple[float, float]:
-    """Return the errors of a row's rate and first token, by assumptions that are fitted to `others`."""
-    near = [other for other in others if other.server == row.server] or others
-    made = row.predict(fit(others) | {"host": statistics.median(other.first for other in near)})
-    return made.rate / row.rate - 1, made.first_token / row.first - 1
+    """Return the relative errors of a row's rate and first token, with assumptions fitted to `others`."""
+    neighbors = [other for other in others if other.server == row.server] or others
+    capacity = row.predict(fit(others) | {"host": statistics.median(other.first for other in neighbors)})
+    return capacity.rate / row.rate - 1, capacity.first_token / row.first - 1
 
 
 def compute_errors() -> list[dict[str, Any]]:
-    """Return for each row the errors of rate and first token: of the plain defaults, with `--launch` of 13 ms where the
-    server is eager, leaving out the row, and leaving out its server."""
+    """Return for each row the relative errors of rate and first token.
+
+    "default" uses the defaults, "launch" adds a launch time of 13 ms for eager servers, "row" leaves out the row, and
+    "server_out" leaves out all rows of its server.
+    """
     rows, errors = read_rows(), []
     for row in rows:
         plain, launched = row.predict(defaults()), row.predict(defaults() | {"launch": 0.013})
@@ -141,8 +142,7 @@ KINDS = ("default", "launch", "row", "server_out")
 
 
 def page() -> str:
-    """Return the table of docs/results/serving.md: for each server the lowest and the highest error of its three
-    budgets."""
+    """Return the table of docs/results/serving.md: the range of errors over the three budgets of each server."""
     errors = compute_errors()
     lines = [
         "| server | | defaults | `--launch 13ms` | without the row | without the server |",

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods at equal visual tokens on drawn pages, screens and charts, where `pixelprune` drops exact repetitions alone.
+"""Compare methods at equal visual tokens on drawn pages, screens and charts.
 
     python benchmarks/experiments/documents.py --json benchmarks/results/documents.jsonl
     python dev/readme.py
 
-Every other method keeps of each image exactly as many tokens as `pixelprune` found no repetition for ("all"), or half
-as many ("half", where `pixelprune` has to drop details, too). Those that resize get that share of the tokens; those
-that cut inside the decoder keep that many at their cut, and more of them before it. Methods that draw at random answer
-with seed 0.
+`pixelprune` drops exact repetitions only. Every other method keeps, per image, as many tokens as `pixelprune` ("all"),
+or half as many ("half", where `pixelprune` has to drop details, too). Methods that resize the image get the same share
+of tokens. Methods that cut inside the decoder keep that many tokens after the cut. Random methods use seed 0.
 
-What was expected, before the first run: unpatched 75 to 85 %, since the model never saw a page, a screen or a chart;
-with "all", `pixelprune` within 3 points of that, and of text within 3; `tome` and `divprune` 3 to 10 points behind, for
-what is plain is alike to them, too, but they do not know which of the details are letters; `dart`, `fastv`, `vscan` 10
-to 30 behind; `uniform`, `random`, `pool` and `downsample` to be able to read half of the digits or fewer. With "half"
-no method holds its text, and the order of the first three is open.
+Expectations before the first run: unpatched 75 to 85 %, since the model was not trained on pages, screens or charts.
+With "all": `pixelprune` within 3 points of unpatched, also for text; `tome` and `divprune` 3 to 10 points below,
+because they merge plain areas but do not recognize letters; `dart`, `fastv`, `vscan` 10 to 30 points below; `uniform`,
+`random`, `pool` and `downsample` read at most half of the digits. With "half": every method loses text, and the order
+of the first three is open.
 """
 
 from __future__ import annotations
@@ -43,37 +42,39 @@ LEVELS = {"all": 1.0, "half": 0.5}
 
 
 def documents(limit: int, name: str = "documents") -> list[list[DrawnExample]]:
-    """The questions of each document, or prompt, of a drawn set."""
-    found: dict[int, list[DrawnExample]] = {}
+    """Return the questions of a drawn set, grouped by document."""
+    by_document: dict[int, list[DrawnExample]] = {}
     for question in draw_set(name, limit).questions:
-        found.setdefault(question.index, []).append(question)
-    return list(found.values())
+        by_document.setdefault(question.index, []).append(question)
+    return list(by_document.values())
 
 
 def ask(subject: Model, asked: list[DrawnExample]) -> tuple[str, Any]:
-    """Return which answers are right, a 1 or 0 each, and the statistics of the patch, if there is one."""
-    inputs = subject.inputs([one.images[0] for one in asked], [one.question for one in asked])
-    said = subject.generate(inputs)
-    right = "".join(str(int(a.rstrip(".").strip() in one.answers)) for a, one in zip(said, asked, strict=True))
+    """Return the right answers as a string of 1 and 0, and the patch statistics of a patched model."""
+    inputs = subject.inputs([question.images[0] for question in asked], [question.question for question in asked])
+    answers = subject.generate(inputs)
+    right = "".join(
+        str(int(a.rstrip(".").strip() in question.answers)) for a, question in zip(answers, asked, strict=True)
+    )
     return right, tokenprune.stats(subject.model) if tokenprune.is_patched(subject.model) else None
 
 
 def units(subject: Model, asked: list[DrawnExample]) -> int:
-    """How many visual tokens the document has."""
+    """Return the number of visual tokens of a document."""
     return subject.visual_tokens(subject.inputs([asked[0].images[0]], [asked[0].question]))
 
 
 def patched_answers(
-    subject: Model, asked: list[DrawnExample], name: str, keep: int, whole: int
+    subject: Model, asked: list[DrawnExample], name: str, keep: int, num_tokens: int
 ) -> tuple[str, dict[str, float]]:
-    """Ask with `keep` of `whole` tokens of each image; returns what is right, and tokens of one image."""
+    """Ask with `keep` of `num_tokens` tokens per image. Return the right answers and the token counts of one image."""
     site = tokenprune.method_info(name).site
     pixels = {"processor": subject.processor} if site is Site.PRE_ENCODER else {}
-    budget = min(1.0, keep / whole) if site is Site.PRE_ENCODER else keep
+    budget = min(1.0, keep / num_tokens) if site is Site.PRE_ENCODER else keep
     with tokenprune.patched(subject.model, name, keep=budget, guard="off", **pixels):
         right, stats = ask(subject, asked)
     layers = statistics.fmean(stats.visual_tokens_per_layer) / len(asked)
-    tower = whole
+    tower = num_tokens
     if stats.encoder_tokens_per_layer:
         tower = statistics.fmean(stats.encoder_tokens_per_layer) / len(asked) / 4
     elif pixels:
@@ -83,26 +84,28 @@ def patched_answers(
 
 def run(subject: Model, limit: int, methods: tuple[str, ...], known: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     asked = documents(limit)
-    flat = [one for document in asked for one in document]
-    done = {(one["method"], one["level"]): one for one in known[1:]}
+    flat = [question for document in asked for question in document]
+    done = {(question["method"], question["level"]): question for question in known[1:]}
     header = {
         "record": "header", **subject.environment(), "documents": len(asked), "questions": len(flat),
-        "kinds": [one.kind for one in flat], "layouts": [one.ground for one in flat],
+        "kinds": [question.kind for question in flat], "layouts": [question.ground for question in flat],
         "digest": draw_set("documents", limit).about()["digest"],
     }  # fmt: skip
     if known and {k: known[0].get(k) for k in ("digest", "weights")} != {k: header[k] for k in ("digest", "weights")}:
-        raise SystemExit("the file holds answers of another model, or to other documents: name another file")
+        raise SystemExit("The file has answers of another model or to other documents. Pass another --json.")
     if not known:
         yield header
-    whole = [units(subject, document) for document in asked]
+    num_tokens = [units(subject, document) for document in asked]
     if (UNPATCHED, "all") not in done:
         right = "".join(ask(subject, document)[0] for document in asked)
-        mean = statistics.fmean(whole)
+        mean = statistics.fmean(num_tokens)
         yield {"record": "result", "method": UNPATCHED, "level": "all", "right": right, "tokens": dict.fromkeys(
             ("decoder", "tower", "end"), mean)}  # fmt: skip
     first = done.get((OURS, "all"))
     if first is None:
-        pairs = [patched_answers(subject, document, OURS, 10**6, n) for document, n in zip(asked, whole, strict=True)]
+        pairs = [
+            patched_answers(subject, document, OURS, 10**6, n) for document, n in zip(asked, num_tokens, strict=True)
+        ]
         first = _result(OURS, "all", pairs)
         yield first
     for level, share in LEVELS.items():
@@ -112,7 +115,7 @@ def run(subject: Model, limit: int, methods: tuple[str, ...], known: list[dict[s
             try:
                 pairs = [
                     patched_answers(subject, document, name, max(1, round(share * count)), n)
-                    for document, n, count in zip(asked, whole, first["counts"], strict=True)
+                    for document, n, count in zip(asked, num_tokens, first["counts"], strict=True)
                 ]
             except TokenPruneError as refusal:
                 yield {"record": "skipped", "method": name, "level": level, "reason": str(refusal)}
@@ -121,18 +124,18 @@ def run(subject: Model, limit: int, methods: tuple[str, ...], known: list[dict[s
 
 
 def _result(name: str, level: str, pairs: list[tuple[str, dict[str, float]]]) -> dict[str, Any]:
-    tokens = {key: round(statistics.fmean(one[key] for _, one in pairs), 2) for key in pairs[0][1]}
-    counts = {"counts": [round(one["end"]) for _, one in pairs]} if name == OURS else {}
+    means = {key: round(statistics.fmean(counts[key] for _, counts in pairs), 2) for key in pairs[0][1]}
+    counts = {"counts": [round(tokens["end"]) for _, tokens in pairs]} if name == OURS else {}
     right = "".join(right for right, _ in pairs)
-    return {"record": "result", "method": name, "level": level, "right": right, "tokens": tokens, **counts}
+    return {"record": "result", "method": name, "level": level, "right": right, "tokens": means, **counts}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo_qwen")
-    parser.add_argument("--documents", type=int, default=24, help="how many, 96 at most")
+    parser.add_argument("--documents", type=int, default=24, help="number of documents, at most 96")
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--json", type=Path, required=True, help="goes on where this file ends")
+    parser.add_argument("--json", type=Path, required=True, help="raw file; an existing file is continued")
     args = parser.parse_args()
     torch.manual_seed(0)
     known = [json.loads(line) for line in args.json.read_text().splitlines()] if args.json.exists() else []

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much time merging saves in a vision tower the size of ViT-B, and how close it comes to its oracle.
+"""Measure the time that merging saves in a vision tower of the size of ViT-B, and its efficiency against an oracle.
 
     python benchmarks/experiments/encoder.py --json benchmarks/results/encoder.jsonl
 
-The tower: CLIP, 12 blocks of width 768, 577 tokens (336 pixels, patches of 14), random weights, inside a LLaVA whose
-language model is never run. Patched: the tower's forward with `tome` or `dymu` at keep 0.5; `dymu` is calibrated on the
-very images. Oracle: the same blocks run by hand on exactly the counts that the merger left (attention on the tokens
-that enter a block, the MLP on those that leave it), where tokens go by slicing instead of matching and merging, and
-nothing is observed, biased or restored. ratio = patched time / unpatched time; efficiency = oracle time / patched time.
-All variants run in turn in one process; figures are medians over the rounds of ratios taken round by round. Beside wall
-time there is the process's CPU time (of all its threads; GOMP_SPINCOUNT=0 keeps waiting out of it): where other work
-shares the machine, wall time tells more about that work.
+The tower is a CLIP with 12 blocks of width 768, 577 tokens (336 pixels, patches of 14) and random weights, in a LLaVA
+whose language model never runs. Patched: the tower's forward with `tome` or `dymu` at keep 0.5. `dymu` is calibrated on
+the same images. Oracle: the same blocks, run by hand at the token counts of the merger (attention on the tokens before
+a block's merge, MLP on the tokens after it). The oracle slices instead of matching and merging.
+ratio = patched time / unpatched time; efficiency = oracle time / patched time. All variants take turns in one process;
+figures are medians over rounds of the ratios per round. The file also has CPU time of all threads of the process
+(GOMP_SPINCOUNT=0 excludes waiting), which other work on the machine does not disturb.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from tokenprune_bench.calibration import calibrate
 
 
 def build() -> LlavaForConditionalGeneration:
-    """A LLaVA that is all tower; weights large enough that images differ in what can be merged."""
+    """Build a LLaVA with a CLIP tower. The default initialization makes images differ in their mergeable tokens."""
     torch.manual_seed(0)
     vision = CLIPVisionConfig(
         hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, image_size=336,
@@ -52,7 +51,7 @@ def build() -> LlavaForConditionalGeneration:
 
 
 def images(rows: int) -> torch.Tensor:
-    """Noise of falling detail: the first image is all different, the last one smooth."""
+    """Return noise images with decreasing detail: the first has no similar patches, the last is smooth."""
     g = torch.Generator().manual_seed(0)
     out = []
     for row in range(rows):
@@ -63,8 +62,12 @@ def images(rows: int) -> torch.Tensor:
 
 
 def oracle(tower: torch.nn.Module, pixels: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
-    """Run the tower's blocks on given counts. counts: tokens of each row before each block, and behind the last; rows
-    are as long as the longest, as in the patched run."""
+    """Run the tower's blocks on given token counts.
+
+    Args:
+        counts: Tokens of each row before each block and after the last. Rows are padded to the longest, as in the
+            patched run.
+    """
     hidden = tower.pre_layrnorm(tower.embeddings(pixels))
     for block, after in zip(tower.encoder.layers, counts[1:], strict=True):
         hidden = hidden + block.self_attn(block.layer_norm1(hidden))[0]
@@ -74,16 +77,16 @@ def oracle(tower: torch.nn.Module, pixels: torch.Tensor, counts: list[list[int]]
 
 
 def counts_of(tower: torch.nn.Module, pixels: torch.Tensor) -> list[list[int]]:
-    """The tokens of each row before each block of a patched tower, and behind the last."""
+    """Return the tokens of each row before each block of a patched tower and after the last."""
     from tokenprune.integrations.shared.towers.reducer import TowerReducer, TowerRun
 
-    seen = []
+    runs = []
     end = TowerReducer.end
 
     def spy(self: TowerReducer) -> TowerRun | None:
         run = end(self)
         if run is not None:
-            seen.append([*run.counts, run.units.num_units])
+            runs.append([*run.counts, run.units.num_units])
         return run
 
     TowerReducer.end = spy
@@ -91,7 +94,7 @@ def counts_of(tower: torch.nn.Module, pixels: torch.Tensor) -> list[list[int]]:
         tower(pixels)
     finally:
         TowerReducer.end = end
-    return seen[-1]
+    return runs[-1]
 
 
 def main() -> None:
@@ -99,7 +102,7 @@ def main() -> None:
     parser.add_argument("--keep", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2], help="images in a batch")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2], help="images per batch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     add_options(parser, resume=False)
@@ -137,30 +140,30 @@ def main() -> None:
             name: [] for name in ("unpatched", *options, *(f"oracle of {name}" for name in options))
         }
         for round_ in track(range(-2, args.rounds), description=f"batch {rows}", console=console):
-            taken = {"unpatched": clock(lambda: tower(pixels))}  # noqa: B023
+            seconds_of = {"unpatched": clock(lambda: tower(pixels))}  # noqa: B023
             for name in options:
-                taken[f"oracle of {name}"] = clock(lambda: oracle(tower, pixels, counts[name]))  # noqa: B023
+                seconds_of[f"oracle of {name}"] = clock(lambda: oracle(tower, pixels, counts[name]))  # noqa: B023
                 with tokenprune.patched(model, name, keep=args.keep, guard="off", **options[name]):
-                    taken[name] = clock(lambda: tower(pixels))  # noqa: B023
+                    seconds_of[name] = clock(lambda: tower(pixels))  # noqa: B023
             if round_ >= 0:
-                for name, seconds in taken.items():
+                for name, seconds in seconds_of.items():
                     times[name].append(seconds)
-        whole = times["unpatched"]
-        middle = [f"{1000 * statistics.median(clocks):.0f}" for clocks in zip(*whole, strict=True)]
+        unpatched = times["unpatched"]
+        middle = [f"{1000 * statistics.median(clocks):.0f}" for clocks in zip(*unpatched, strict=True)]
         table.add_row(str(rows), "unpatched", str(577 * rows), middle[0], "1.000", "", middle[1], "1.000", "")
         for name in options:
             ours, best = times[name], times[f"oracle of {name}"]
             record = {"method": name, "batch": rows, "keep": args.keep, "counts": counts[name]}
             cells = [str(rows), name, str(sum(counts[name][-1]))]
-            for which, place in (("wall", 0), ("cpu", 1)):
-                # Paired by round, so that a drift of the machine's speed cancels.
-                ratio = statistics.median(a[place] / b[place] for a, b in zip(ours, whole, strict=True))
-                efficiency = statistics.median(a[place] / b[place] for a, b in zip(best, ours, strict=True))
-                median = 1000 * statistics.median(a[place] for a in ours)
+            for which, index in (("wall", 0), ("cpu", 1)):
+                # Ratios per round cancel drifts of the machine's speed.
+                ratio = statistics.median(a[index] / b[index] for a, b in zip(ours, unpatched, strict=True))
+                efficiency = statistics.median(a[index] / b[index] for a, b in zip(best, ours, strict=True))
+                median = 1000 * statistics.median(a[index] for a in ours)
                 cells += [f"{median:.0f}", f"{ratio:.3f}", f"{efficiency:.3f}"]
                 record[which] = {
-                    "ratio": ratio, "efficiency": efficiency, "seconds": [a[place] for a in ours],
-                    "oracle_seconds": [a[place] for a in best], "unpatched_seconds": [a[place] for a in whole],
+                    "ratio": ratio, "efficiency": efficiency, "seconds": [a[index] for a in ours],
+                    "oracle_seconds": [a[index] for a in best], "unpatched_seconds": [a[index] for a in unpatched],
                 }  # fmt: skip
             table.add_row(*cells)
             records.append(record | load.record())

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to the first token, from pixels on, where tokens leave after the vision tower, inside it, or before it.
+"""Measure time to first token, from pixels on, with tokens dropped after, inside or before the vision tower.
 
     python benchmarks/experiments/first_token.py --resume
     python benchmarks/experiments/first_token.py --shape internvl --resume
 
-qwen: Qwen2.5-VL with random weights, every width an eighth of the 7 B model's, all 32 blocks of its tower with their
-windows, and `--layers` of the decoder's 28, 14 by default, so that the tower takes about half of the unpatched first
-token, as it does on an H200 (docs/guides/gpu.md). One image of 1,024 visual tokens and 64 of text around it.
+qwen: Qwen2.5-VL with random weights, with one eighth of the 7 B model's widths, all 32 tower blocks with their windows,
+and `--layers` of the 28 decoder layers. With the default of 14, the tower takes about half of the unpatched first
+token, as on an H200 (docs/guides/gpu.md). One image of 1,024 visual tokens and 64 text tokens.
 
-internvl: InternVL3-2B with random weights, every width an eighth, all 24 blocks and 28 layers; four tiles, 1,024 visual
-tokens. Of the 2 B model's FLOPs the tower has 49 %, and by `tokenprune.cost` 69 % of the time on an H200.
+internvl: InternVL3-2B with random weights, one eighth of the widths, all 24 blocks and 28 layers; four tiles with 1,024
+visual tokens. In the 2 B model, the tower has 49 % of the FLOPs and, by `tokenprune.cost`, 69 % of the time on an H200.
 
-A forward of the whole model that caches, in float32. Ways: the model as it is; `divprune` after the tower; `tome` in
-every block; `towerdrop` at the input of three blocks; and a smaller image of as many tokens as the others keep, or
-fewer tiles. The processor's work, which a smaller image saves too, is left out (experiments/preprocessing.py).
+Each run is a forward of the model with a cache, in float32. Variants: unpatched; `divprune` after the tower; `tome` in
+every block; `towerdrop` at the input of three blocks; and a smaller image (or fewer tiles) with the same number of
+tokens. The processor's time is not included (experiments/preprocessing.py measures it).
 
-All ways take turns in one process, each round in another order; a figure is the median over rounds of the unpatched
-model's time over the way's, wall time and CPU time of the process. tower: the share of the unpatched time that the
-tower takes.
+The variants take turns in one process, in a different order each round. A figure is the median over rounds of unpatched
+time / variant time, for wall time and CPU time of the process. tower: share of the tower in the unpatched time. The
+rows go to benchmarks/results/DEVICE/first_token.jsonl (or first_token-internvl.jsonl).
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from rich.table import Table
 
 import tokenprune
 
-SIDE = 64  # patches of the image's sides: 1,024 tokens
+SIDE = 64  # patches per side of the image: 1,024 tokens
 WIDTHS = dict(hidden_size=448, intermediate_size=2368, num_attention_heads=7, num_key_value_heads=1, vocab_size=4096)
 TOWER = dict(
     depth=32, hidden_size=160, intermediate_size=428, num_heads=4, patch_size=14, window_size=112,
     fullatt_block_indexes=[7, 15, 23, 31],
 )  # fmt: skip
-TILES = 4  # of 256 tokens
+TILES = 4  # of 256 tokens each
 NARROW = dict(hidden_size=192, intermediate_size=1120, num_attention_heads=3, num_key_value_heads=1, vocab_size=4096)
 TILE_TOWER = dict(
     num_hidden_layers=24, hidden_size=128, intermediate_size=512, num_attention_heads=2, image_size=[448, 448],
@@ -70,9 +70,17 @@ Way = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model to be timed. file: of its results. model: makes it with so many layers of the decoder, `layers` unless
-    others are asked for. inputs: of an image that makes this share of the tokens. tower: runs it on them. blocks: where
-    `towerdrop` drops. smaller: the way that makes the image smaller."""
+    """A model to be timed.
+
+    Attributes:
+        file: Stem of the results file.
+        layers: Default number of decoder layers.
+        model: Build the model with a number of decoder layers.
+        inputs: Build the inputs of an image with a share of the visual tokens.
+        tower: Run the vision tower on the inputs.
+        blocks: Blocks at which `towerdrop` drops.
+        smaller: Name of the variant with a smaller image.
+    """
 
     file: str
     layers: int
@@ -114,26 +122,26 @@ def tiled_model_of(layers: int) -> Any:
 
 
 def tiles_of(model: Any, share: float) -> dict[str, torch.Tensor]:
-    """Return tiles of noise, smooth in part, and the prompt around them."""
-    tiles, made = round(TILES * share), torch.Generator().manual_seed(0)
-    side, of = TILE_TOWER["image_size"][0], TILE_TOWER["patch_size"][0]
-    coarse = torch.randn(tiles, 3, 4, 4, generator=made)
+    """Return tiles of noise on coarse blocks, and the prompt around them."""
+    tiles, generator = round(TILES * share), torch.Generator().manual_seed(0)
+    side, patch = TILE_TOWER["image_size"][0], TILE_TOWER["patch_size"][0]
+    coarse = torch.randn(tiles, 3, 4, 4, generator=generator)
     pixels = torch.nn.functional.interpolate(coarse, (side, side)) + 0.3 * torch.randn(
-        tiles, 3, side, side, generator=made
+        tiles, 3, side, side, generator=generator
     )
-    ids = prompt(tiles * (side // of // 2) ** 2, torch.device("cpu"), vocabulary=4000)
+    ids = prompt(tiles * (side // patch // 2) ** 2, torch.device("cpu"), vocabulary=4000)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
 
 def inputs_of(model: Any, side: int) -> dict[str, torch.Tensor]:
-    """Return an image of `side` times `side` patches of noise, smooth in part, and the prompt around it."""
-    made = torch.Generator().manual_seed(0)
-    coarse = torch.randn(side // 8, side // 8, 3 * 2 * 14 * 14, generator=made)
+    """Return an image of `side` x `side` patches with noise on coarse blocks, and the prompt around it."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.randn(side // 8, side // 8, 3 * 2 * 14 * 14, generator=generator)
     pixels = coarse.repeat_interleave(8, 0).repeat_interleave(8, 1) + 0.3 * torch.randn(
-        side, side, 3 * 2 * 14 * 14, generator=made
+        side, side, 3 * 2 * 14 * 14, generator=generator
     )
-    squares = pixels.unflatten(0, (-1, 2)).unflatten(2, (-1, 2)).transpose(1, 2)  # patches stand square by square
-    ids = torch.randint(100, 4000, (1, BEFORE + side * side // 4 + AFTER), generator=made)
+    squares = pixels.unflatten(0, (-1, 2)).unflatten(2, (-1, 2)).transpose(1, 2)  # patches of a token are adjacent
+    ids = torch.randint(100, 4000, (1, BEFORE + side * side // 4 + AFTER), generator=generator)
     ids[:, BEFORE : BEFORE + side * side // 4] = model.config.image_token_id
     ids[:, BEFORE - 1] = model.config.vision_start_token_id
     kinds = (ids == model.config.image_token_id).int()
@@ -150,18 +158,18 @@ def image_of(model: Any, share: float) -> dict[str, torch.Tensor]:
 SHAPES = {
     "qwen": Shape(
         "first_token", 14, model_of, image_of,
-        lambda model, given: model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"]),
+        lambda model, inputs: model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]),
         (8, 2, 0), "a smaller image",
     ),
     "internvl": Shape(
         "first_token-internvl", 28, tiled_model_of, tiles_of,
-        lambda model, given: model.model.vision_tower(pixel_values=given["pixel_values"]), (6, 3, 0), "fewer tiles",
+        lambda model, inputs: model.model.vision_tower(pixel_values=inputs["pixel_values"]), (6, 3, 0), "fewer tiles",
     ),
 }  # fmt: skip
 
 
 def of_way(shape: Shape, model: Any, name: str, keep: float) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a way's patch, and what its model is given."""
+    """Return a variant's patch and its inputs."""
     method, options = shape.ways[name]
     patched = tokenprune.patched(model, method, keep=keep, guard="off", **options) if method else nullcontext()
     return patched, shape.inputs(model, keep if name == shape.smaller else 1.0)
@@ -170,11 +178,11 @@ def of_way(shape: Shape, model: Any, name: str, keep: float) -> tuple[Any, dict[
 def measure(shape: Shape, model: Any, keep: float, rounds: int) -> list[dict[str, Any]]:
     """Return the rows of a budget."""
     clock, ways = Clock(DEVICE), [*shape.ways]
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    times_of: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     tokens: dict[str, int] = {}
     towers, image = [], shape.inputs(model, 1.0)
-    for number in range(-1, rounds):  # one to warm up
-        turn = number % len(ways)
+    for round_ in range(-1, rounds):  # the first is a warm-up
+        turn = round_ % len(ways)
         for name in ways[turn:] + ways[:turn]:
             patched, inputs = of_way(shape, model, name, keep)
             tokens[name] = int((inputs["input_ids"] == IMAGE_ID).sum())
@@ -182,20 +190,22 @@ def measure(shape: Shape, model: Any, keep: float, rounds: int) -> list[dict[str
                 time = clock(lambda inputs=inputs: model(**inputs, use_cache=True, logits_to_keep=1))
                 if shape.ways[name][0]:
                     tokens[name] = tokenprune.stats(model).visual_tokens_per_layer[-1]
-            if number >= 0:
-                taken[name].append(time)
-        alone = clock(lambda: shape.tower(model, image))[0]
-        if number >= 0:
-            towers.append(alone)
-    whole = taken["unpatched"]
+            if round_ >= 0:
+                times_of[name].append(time)
+        tower_seconds = clock(lambda: shape.tower(model, image))[0]
+        if round_ >= 0:
+            towers.append(tower_seconds)
+    unpatched = times_of["unpatched"]
     rows = []
-    for name, times in taken.items():
-        ratios = [[one[which] / other[which] for one, other in zip(whole, times, strict=True)] for which in (0, 1)]
+    for name, times in times_of.items():
+        ratios = [
+            [base[which] / other[which] for base, other in zip(unpatched, times, strict=True)] for which in (0, 1)
+        ]
         rows.append({
-            "way": name, "keep": keep, "tokens": tokens[name], "seconds": statistics.median(one for one, _ in times),
+            "way": name, "keep": keep, "tokens": tokens[name], "seconds": statistics.median(wall for wall, _ in times),
             "times": statistics.median(ratios[0]), "least": min(ratios[0]), "most": max(ratios[0]),
             "cpu": statistics.median(ratios[1]),
-            "tower": statistics.median(a / b for a, (b, _) in zip(towers, whole, strict=True)),
+            "tower": statistics.median(a / b for a, (b, _) in zip(towers, unpatched, strict=True)),
         })  # fmt: skip
     return rows
 
@@ -204,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, help="of the decoder")
+    parser.add_argument("--layers", type=int, help="number of decoder layers")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.25, 0.5])
     add_options(parser)
     args = parser.parse_args()
@@ -214,7 +224,7 @@ def main() -> None:
     about = header(DEVICE, layers=layers, columns=COLUMNS)
     same = dict(code=code_version(), layers=layers, rounds=args.rounds)
     file = Rows(results_path(DEVICE, shape.file), about, args, **same)
-    table = Table(title="First token, from pixels on")
+    table = Table(title="Time to first token, from pixels on")
     for column in COLUMNS.values():
         table.add_column(column)
     for keep in args.keep:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPUs that kernels are compiled for, with the limits that a program must keep.
+"""Target GPUs of the compiled kernels, with their limits.
 
 Limits per block and per multiprocessor: table "Technical Specifications per Compute Capability" of the CUDA C++
 Programming Guide; for the MI300X the "AMD Instinct MI300" CDNA3 instruction set guide.
@@ -17,10 +17,17 @@ from tokenprune.integrations.vllm import gpus
 class GPU:
     """Limits of a GPU. Memory in bytes.
 
-    name: as on its data sheet. backend, arch: what Triton calls it. warp: threads of a warp (of a wavefront).
-    shared_block, shared_unit: shared memory (LDS) that a block may have, and that a multiprocessor has. registers: of
-    a multiprocessor (NVIDIA) or of a lane of one SIMD unit (AMD). warps, blocks: at once on a multiprocessor. units:
-    multiprocessors.
+    Attributes:
+        name: Name on the data sheet.
+        backend: Triton's name of the backend.
+        arch: Triton's name of the architecture.
+        warp: Threads per warp (or wavefront).
+        shared_block: Shared memory (LDS) available to a block.
+        shared_unit: Shared memory of a multiprocessor.
+        registers: Registers of a multiprocessor (NVIDIA), or of a lane of a SIMD unit (AMD).
+        warps: Maximum number of resident warps per multiprocessor.
+        blocks: Maximum number of resident blocks per multiprocessor.
+        units: Number of multiprocessors.
     """
 
     name: str
@@ -36,17 +43,17 @@ class GPU:
 
     @property
     def target(self) -> str:
-        """What compilers call it: sm_80, gfx942."""
+        """Return the compiler's name of the GPU, such as sm_80 or gfx942."""
         return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)
 
     def occupancy(self, registers: int, shared: int, warps: int) -> float:
-        """Return the share of a multiprocessor's warps that can run at once, from what one block of `warps` takes."""
+        """Return the share of a multiprocessor's warps that are resident, if each block has `warps` warps."""
         blocks = min(self.blocks, self.warps // warps)
         if self.backend == "cuda":
-            # Registers go to warps in lots of 256, warps to the four quarters of a multiprocessor.
+            # Registers are allocated in units of 256 per warp. Warps are distributed over four partitions.
             of_warp = 256 * math.ceil(max(registers, 1) * self.warp / 256)
             blocks = min(blocks, self.registers // of_warp // 4 * 4 // warps)
-            taken = 128 * math.ceil((shared + 1024) / 128)  # 1 KiB of each block is the system's
+            taken = 128 * math.ceil((shared + 1024) / 128)  # the system reserves 1 KiB per block
         else:
             of_lane = 8 * math.ceil(max(registers, 1) / 8)
             blocks = min(blocks, 4 * min(8, self.registers // of_lane) // warps)

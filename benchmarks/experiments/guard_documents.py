@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images to tell text from everything else by: drawn documents, and photographs that come with other packages.
+"""Images for the text guard: drawn documents as positives, and photographs from other packages as negatives.
 
 Documents are drawn from one seeded generator: pages, receipts, tables, code, screenshots, slides and forms, light and
-dark, in several fonts, at several sizes, some as a camera sees them (bent light, noise, JPEG).
+dark, in several fonts and sizes. Some look photographed (uneven light, noise, JPEG).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORDS = (
     "between model before after tokens during until because several language without against government important"
 ).split()
 FONTS = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "STIXGeneral", "DejaVuSans-Bold", "cmr10")
-# Paper and ink.
+# Background and text color.
 PALETTES = (
     ("white", "black"), ("white", "#222244"), ("#fdf6e3", "#073642"), ("#f4f0e6", "#40301a"), ("#1e1e1e", "#d4d4d4"),
     ("#0d1b3d", "#e8eefc"), ("#e8f0d8", "#204020"), ("white", "#666666"),
@@ -38,7 +38,7 @@ def _sentence(rng: np.random.Generator, words: int) -> str:
 
 
 class Sheet:
-    """An image being written on."""
+    """Canvas with a palette and a font."""
 
     def __init__(self, rng: np.random.Generator, width: int, height: int, letters: int) -> None:
         self.rng, self.width, self.height, self.letters = rng, width, height, letters
@@ -122,8 +122,8 @@ def screenshot(rng: np.random.Generator) -> Image.Image:
     wide, high, letters = sheet.width, sheet.height, sheet.letters
     bar = ["#dddddd", "#3b5998", "#2d2d2d"][rng.integers(3)]
     sheet.draw.rectangle((0, 0, wide, 3 * letters), fill=bar)
-    for place in range(6):
-        sheet.draw.text((20 + place * 8 * letters, letters), str(rng.choice(WORDS)), fill="#999999", font=sheet.font)
+    for index in range(6):
+        sheet.draw.text((20 + index * 8 * letters, letters), str(rng.choice(WORDS)), fill="#999999", font=sheet.font)
     side = int(wide * rng.uniform(0.15, 0.3))
     for row in range(5, high // letters // 2):
         sheet.draw.text((12, row * 2 * letters), _sentence(rng, 2), fill=sheet.ink, font=sheet.font)
@@ -157,7 +157,7 @@ def form(rng: np.random.Generator) -> Image.Image:
 
 
 def photographed(rng: np.random.Generator, image: Image.Image) -> Image.Image:
-    """The same as a camera sees it: turned a little, unevenly lit, soft, noisy and compressed."""
+    """Simulate a photograph of an image: rotation, uneven light, blur, noise and JPEG compression."""
     image = image.rotate(rng.uniform(-4, 4), Image.Resampling.BICUBIC, fillcolor=(120, 100, 80))
     image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0.3, 1.0)))
     values = np.asarray(image, np.float32)
@@ -173,15 +173,15 @@ DOCUMENTS = {f.__name__: f for f in (page, receipt, table, code, screenshot, sli
 
 
 def documents(each: int, seed: int) -> Iterator[tuple[str, Image.Image]]:
-    """`each` documents of every kind, every third of them photographed."""
+    """Yield `each` documents of every kind, every third one photographed."""
     rng = np.random.default_rng(seed)
     for name, draw in DOCUMENTS.items():
-        for number in range(each):
+        for index in range(each):
             image = draw(rng)
-            yield (f"{name}, photographed", photographed(rng, image)) if number % 3 == 2 else (name, image)
+            yield (f"{name}, photographed", photographed(rng, image)) if index % 3 == 2 else (name, image)
 
 
-# Of scikit-image, less what shows text (page, text, clock), scientific plots and what is nothing but a pattern.
+# From scikit-image, without images of text (page, text, clock), scientific plots and plain patterns.
 SCENES = (
     "astronaut camera chelsea coffee coins grass brick gravel hubble_deep_field ihc moon motorcycle_left rocket horse "
     "retina cell"
@@ -189,7 +189,7 @@ SCENES = (
 
 
 def photographs(crops: int, seed: int) -> Iterator[tuple[str, Image.Image]]:
-    """Each photograph whole, and `crops` parts of it."""
+    """Yield each photograph and `crops` random crops of it."""
     import matplotlib
     import skimage
     import sklearn

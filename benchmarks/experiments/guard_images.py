@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how well the guard tells images of text from others, at the sizes that vision towers get them in.
+"""Measure how well the guard separates images of text from other images, at the input sizes of vision towers.
 
-python experiments/guard_images.py            # draw and look: rewrites results/guard_images.jsonl (2 minutes)
-python benchmarks/experiments/guard_images.py --roc      # print what the committed file says
+python experiments/guard_images.py            # measure and rewrite results/guard_images.jsonl (2 minutes)
+python benchmarks/experiments/guard_images.py --roc      # print the tables of the committed file
 
-Documents are drawn, photographs come with scikit-image, scikit-learn and matplotlib, and the shipped suite's own
-images (a word and a digit among shapes) count as no text. The limit was chosen on seed 0; seed 1 checks it, with
-other drawings, other parts of the same photographs, and other images of the suite.
+Documents are drawn. Photographs come from scikit-image, scikit-learn and matplotlib. The shipped suite's images (a word
+and a digit among shapes) count as images without text. The limit was chosen on seed 0. Seed 1 tests it with other
+drawings, other crops of the same photographs, and other images of the suite.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def fit(image: Image.Image, width: int, height: int) -> Image.Image:
 
 
 def cropped(side: int) -> Callable[[Image.Image], Image.Image]:
-    """CLIP and LLaVA-1.5: the shorter edge becomes `side`, the middle is cut out."""
+    """CLIP and LLaVA-1.5: scale the shorter edge to `side`, then crop the center."""
 
     def make(image: Image.Image) -> Image.Image:
         scale = side / min(image.size)
@@ -47,16 +47,16 @@ def cropped(side: int) -> Callable[[Image.Image], Image.Image]:
     return make
 
 
-def tiled(image: Image.Image, side: int = 448, most: int = 6) -> Image.Image:
-    """InternVL: as many tiles as fit the image's shape best."""
-    grids = ((a, b) for a in range(1, most + 1) for b in range(1, most + 1) if a * b <= most)
+def tiled(image: Image.Image, side: int = 448, max_tiles: int = 6) -> Image.Image:
+    """InternVL: use the tile grid with the closest aspect ratio."""
+    grids = ((a, b) for a in range(1, max_tiles + 1) for b in range(1, max_tiles + 1) if a * b <= max_tiles)
     wide, high = min(grids, key=lambda grid: abs(grid[0] / grid[1] - image.width / image.height))
     return fit(image, wide * side, high * side)
 
 
-def native(image: Image.Image, factor: int = 28, most: int = 1280 * 28 * 28) -> Image.Image:
-    """Qwen2.5-VL: the image's own size, up to a limit."""
-    scale = min(1.0, (most / (image.width * image.height)) ** 0.5)
+def native(image: Image.Image, factor: int = 28, max_pixels: int = 1280 * 28 * 28) -> Image.Image:
+    """Qwen2.5-VL: keep the image size, up to a limit."""
+    scale = min(1.0, (max_pixels / (image.width * image.height)) ** 0.5)
     return fit(image, *(max(factor, round(edge * scale / factor) * factor) for edge in image.size))
 
 
@@ -70,12 +70,12 @@ SIZES = {
 
 
 def images(seed: int) -> Iterator[tuple[str, str, Image.Image]]:
-    """(set, name, image)."""
+    """Yield (set, name, image)."""
     yield from (("document", name, image) for name, image in documents(9, seed))
     yield from (("photograph", name, image) for name, image in photographs(3, seed))
     examples = {example.index: example for example in load_heldout(["word"])}
-    for number in range(60 * seed, 60 * seed + 60):
-        yield "suite", examples[number].background, examples[number].image
+    for index in range(60 * seed, 60 * seed + 60):
+        yield "suite", examples[index].background, examples[index].image
 
 
 def measure(image: Image.Image) -> float:
@@ -91,19 +91,19 @@ def records() -> Iterator[dict[str, object]]:
                 yield {"seed": seed, "set": kind, "name": name, "size": size, "looks": round(value, 4)}
 
 
-def rates(found: list[dict], limit: float) -> tuple[float, float, float]:
-    """Shares of documents, photographs and suite images above a limit."""
-    of = {kind: [one["looks"] > limit for one in found if one["set"] == kind] for kind in SETS}
-    return tuple(sum(flags) / max(1, len(flags)) for flags in of.values())
+def rates(rows: list[dict], limit: float) -> tuple[float, float, float]:
+    """Return the shares of documents, photographs and suite images above a limit."""
+    flags_by_set = {kind: [row["looks"] > limit for row in rows if row["set"] == kind] for kind in SETS}
+    return tuple(sum(flags) / max(1, len(flags)) for flags in flags_by_set.values())
 
 
 SETS = ("document", "photograph", "suite")  # the shipped suite's own images
 
 
-def auc(found: list[dict]) -> float:
-    """The chance that a document looks more like text than an image that is none."""
-    text = np.array([one["looks"] for one in found if one["set"] == "document"])
-    other = np.array([one["looks"] for one in found if one["set"] != "document"])
+def auc(rows: list[dict]) -> float:
+    """Return the probability that a document has a higher score than another image."""
+    text = np.array([row["looks"] for row in rows if row["set"] == "document"])
+    other = np.array([row["looks"] for row in rows if row["set"] != "document"])
     return float((text[:, None] > other).mean() + (text[:, None] == other).mean() / 2)
 
 
@@ -111,26 +111,26 @@ def read() -> list[dict]:
     return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
 
 
-def table(found: list[dict]) -> str:
-    """Per size and seed: area under the curve, and what is above the limit."""
+def table(rows: list[dict]) -> str:
+    """Return the table of rates and area under the curve per size, on seed 1."""
     lines = [
         "| size | documents found | photographs taken for text | suite images taken for text | area under ROC |",
         "|---|---|---|---|---|",
     ]
-    checks = [one for one in found if one["seed"] == 1]
+    checks = [row for row in rows if row["seed"] == 1]
     for size in (*SIZES, "all"):
-        part = [one for one in checks if size in (one["size"], "all")]
+        part = [row for row in checks if size in (row["size"], "all")]
         shares = " | ".join(f"{100 * share:.1f} %" for share in rates(part, TEXT_LIMIT))
         lines.append(f"| {size} | {shares} | {auc(part):.3f} |")
     return "\n".join(lines)
 
 
-def roc(found: list[dict]) -> str:
-    """What other limits would do, on either seed."""
+def roc(rows: list[dict]) -> str:
+    """Return the table of rates at other limits, on both seeds."""
     lines = ["| limit | " + " | ".join(f"seed {seed}: {kind}" for seed in (0, 1) for kind in SETS) + " |"]
     lines.append("|---" * 7 + "|")
     for limit in LIMITS:
-        shares = [share for seed in (0, 1) for share in rates([one for one in found if one["seed"] == seed], limit)]
+        shares = [share for seed in (0, 1) for share in rates([row for row in rows if row["seed"] == seed], limit)]
         lines.append(f"| {limit:g} | " + " | ".join(f"{100 * share:.1f} %" for share in shares) + " |")
     return "\n".join(lines)
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that README, the site and the report quote: one model, and each setting's cost and accuracy side by side.
+"""Measure the accuracy and cost of a few settings on one model. README, the site and the report quote these numbers.
 
-    python experiments/headline.py ask --methods divprune,scope --keeps 0.25,0.11    # goes on where it stopped
-    python benchmarks/experiments/headline.py time    # on a quiet machine; then dev/readme.py
+    python experiments/headline.py ask --methods divprune,scope --keeps 0.25,0.11    # continues an existing file
+    python benchmarks/experiments/headline.py time    # on an idle machine; then dev/readme.py
 
-`ask` writes a row for the unpatched model and for each setting: right answers on the whole held-out set with their
-interval, visual tokens, KV bytes. `random` and `downsample` stand beside every setting. `time` adds to each row the
-time to the first token with the vision tower, in turn with the unpatched model, and the most memory that a prefill
-holds at once beyond the model; on a loaded machine it ends with what `rows.Load` says.
+`ask` writes a row for the unpatched model and for each setting to results/headline.jsonl: right answers on the held-out
+set with their interval, visual tokens and KV bytes. It adds `random` and `downsample` for comparison. `time` adds to
+each row the time to first token including the vision tower, measured in turn with the unpatched model, and the peak
+memory of a prefill beyond the model. On a loaded machine, it exits with the message of `rows.Load`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ OUT = Path(__file__).parents[1] / "results/headline.jsonl"
 app = typer.Typer(
     cls=ErrorGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
 )
-Out = Annotated[Path, typer.Option(help="The file of rows.")]
+Out = Annotated[Path, typer.Option(help="Results file.")]
 Threads = Annotated[int, typer.Option(min=1)]
 
 
 def peak(subject: Model, example: Any, method: str, keep: float) -> int:
-    """Return the most bytes of tensors that the prefill of one question holds at once, the vision tower included."""
+    """Return the peak bytes of live tensors in the prefill of one question, including the vision tower."""
     with patched(subject, method, keep):
-        inputs = subject.inputs([example.images], [example.question])  # a method may act on pixels
+        inputs = subject.inputs([example.images], [example.question])  # inside the patch: a method may act on pixels
         with Live() as live:
             subject.generate(inputs, max_new_tokens=1)
     return live.bytes
@@ -58,7 +58,7 @@ def ask(
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     out: Out = OUT,
 ) -> None:
-    """Ask the unpatched model and every setting; rows that are in the file already are not asked again."""
+    """Ask the unpatched model and every setting. Skip rows that the file already has."""
     import torch
 
     torch.set_num_threads(threads)
@@ -66,18 +66,18 @@ def ask(
     names = tuple(name.strip() for name in methods.split(","))
     plan = BenchPlan(names, read_keeps(keeps), images=images, batch_size=batch_size, seeds=(0,), repeats=0)
     with show_progress() as step, Rows(out, Bench(subject, plan).header()) as rows:
-        made = list(Bench(subject, plan, step, folder=rows).records())
-    get_console(error=True).print(f"{out.name}: {len(made) - 1} rows")
+        records = list(Bench(subject, plan, step, folder=rows).records())
+    get_console(error=True).print(f"{out.name}: {len(records) - 1} rows")
 
 
 @app.command("time")
 def timed(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs.")] = 15,
     threads: Threads = 1,
-    allow_load: Annotated[bool, typer.Option("--allow-load", help="Write marked rows of a loaded machine.")] = False,
+    allow_load: Annotated[bool, typer.Option("--allow-load", help="Write and mark rows of a loaded machine.")] = False,
     out: Out = OUT,
 ) -> None:
-    """Take time and memory of every row anew."""
+    """Measure time and memory of every row again."""
     import torch
 
     machine = Load(allow_load)
@@ -85,14 +85,14 @@ def timed(
     header, records = read(out)
     subject = load_model(header["environment"]["model"].partition(" ")[0], device="cpu")
     example = Bench(subject, BenchPlan(("divprune",), images=1)).examples[0]
-    for one in records:
-        if one["record"] != "result":
+    for record in records:
+        if record["record"] != "result":
             continue
-        if one["method"] != UNPATCHED:
-            setting = Setting.from_json({"method": one["method"], "keep": one["keep"]})
-            one["timing"] = get_backend(subject).timing(setting, example, repeats)
-        one["peak_bytes"] = peak(subject, example, one["method"], one["keep"])
-        one |= machine.record() | {"threads": threads}
+        if record["method"] != UNPATCHED:
+            setting = Setting.from_json({"method": record["method"], "keep": record["keep"]})
+            record["timing"] = get_backend(subject).timing(setting, example, repeats)
+        record["peak_bytes"] = peak(subject, example, record["method"], record["keep"])
+        record |= machine.record() | {"threads": threads}
     write(out, [header, *records])
     get_console(error=True).print(f"{out.name}: {len(records)} rows timed")
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What share of a prefill is the vision tower's, and what pruning can give at most: closed forms of well-known models.
+"""Compute the vision tower's share of a prefill and the maximum speedup by pruning, for well-known models.
 
     python benchmarks/experiments/limits.py           # print the table
     python benchmarks/experiments/limits.py --page    # write it into docs/results/speed.md
 
-From the sizes in the published configs, which stand below: no weights and no hub. One image and 64 tokens of text.
-`tokenprune profile --config-only` prints the same of any model.
+The closed forms use the sizes of the published configs below, without weights or a hub. Each prompt has one image and
+64 text tokens. `tokenprune profile --config-only` prints the same for any model.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _QWEN25_TOWER = dict(
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model. tokens, tiles: of its image, see `Load.from_config`."""
+    """A published model. `tokens` and `tiles` describe its image, as in `Load.from_config`."""
 
     label: str
     family: str
@@ -69,8 +69,7 @@ class Shape:
     tokens: int | None = None
     tiles: int | None = None
 
-    def made(self) -> Any:
-        """Return the config, as transformers has it."""
+    def build_config(self) -> Any:
         return CONFIG_MAPPING[self.family](**self.config)
 
 
@@ -137,13 +136,13 @@ SHAPES = (
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return for each shape its load, the tower's share, and the limits of the sites."""
-    made = []
+    """Return each shape's load, its tower share, and the limits of the sites."""
+    rows = []
     for shape in SHAPES:
-        config = shape.made()
+        config = shape.build_config()
         model, load = CostModel.from_config(config), Load.from_config(config, tokens=shape.tokens, tiles=shape.tiles)
         cost = model.compute_cost(load)
-        made.append(
+        rows.append(
             {
                 "model": shape.label,
                 "visual": load.visual,
@@ -153,11 +152,10 @@ def rows() -> list[dict[str, Any]]:
                 "sites": {limit.site: (limit.at_keep, limit.limit) for limit in compute_site_limits(model, load, KEEP)},
             }
         )
-    return made
+    return rows
 
 
 def table() -> str:
-    """Return the table as Markdown."""
     keep = f"{100 * KEEP:.0f} %"
     lines = [
         f"| model shape | visual tokens | tower | of a GPU's time | before the LLM: {keep} | decoder free "

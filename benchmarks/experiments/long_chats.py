@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens does an agent's chat compute, when each turn brings a screenshot and older ones keep fewer tokens?
+"""Count the tokens that an agent's chat computes if each turn adds a screenshot and older ones keep fewer tokens.
 
     python benchmarks/experiments/long_chats.py           # print the table
     python benchmarks/experiments/long_chats.py --page    # write it into docs/results/sessions.md
 
-Counted, no times. A turn sends the whole chat again, as most clients do. What it shares with the turn before, from the
-start on, comes from a prefix cache; everything after the first change is computed. An image of which other tokens are
-kept is another image.
+The script counts tokens and measures no times. Each turn sends the entire chat again, as most clients do. The common
+prefix with the previous turn comes from a prefix cache; all tokens after the first change are computed. An image with
+different kept tokens counts as a different image.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ from tokenprune.budgets.by_age import apply_ages
 
 PAGE = Path(__file__).parents[2] / "docs/results/sessions.md"
 BEGIN, END = "<!-- chats:begin (benchmarks/experiments/long_chats.py --page) -->", "<!-- chats:end -->"
-TURNS, SYSTEM, VISUAL, TEXT = 50, 1000, 1024, 100  # tokens of the system prompt, of a screenshot, and of a turn's words
+TURNS, SYSTEM, VISUAL, TEXT = 50, 1000, 1024, 100  # tokens of the system prompt, of a screenshot, of a turn's text
 TIERS = ((0, 1.0), (2, 0.5), (8, 0.1))
 
-Item = tuple[str, int, int]  # its kind, its number, and its tokens
+Item = tuple[str, int, int]  # kind, index, number of tokens
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to shorten a chat. last: the images that stay, 0 for all; chunk: how many leave at once. step: of the ages
-    of `TIERS`, 0 where every image keeps all tokens."""
+    """A way to shorten a chat.
+
+    Attributes:
+        name: Label in the table.
+        last: Number of images to keep, 0 for all.
+        chunk: Number of images that are removed at once.
+        step: Step of the ages of `TIERS`, 0 if every image keeps all tokens.
+    """
 
     name: str
     last: int = 0
@@ -40,13 +46,13 @@ class Way:
     step: int = 0
 
     def prompt(self, turns: int) -> list[Item]:
-        """Return the chat as it is sent in a turn."""
-        gone = max(0, turns - self.last) // self.chunk * self.chunk if self.last else 0
-        counts = [VISUAL] * (turns - gone)
+        """Return the items of the chat after a number of turns."""
+        num_removed = max(0, turns - self.last) // self.chunk * self.chunk if self.last else 0
+        counts = [VISUAL] * (turns - num_removed)
         counts = apply_ages(counts, TIERS, self.step) if self.step else counts
         items: list[Item] = [("system", 0, SYSTEM)]
         for turn in range(turns):
-            items += [("image", turn, counts[turn - gone])] if turn >= gone else []
+            items += [("image", turn, counts[turn - num_removed])] if turn >= num_removed else []
             items.append(("text", turn, TEXT))
         return items
 
@@ -64,28 +70,27 @@ def tokens(items: list[Item]) -> int:
 
 
 def shared(before: list[Item], now: list[Item]) -> int:
-    """Return how many tokens two prompts share from their start on."""
-    found = 0
-    for one, other in zip(before, now, strict=False):
-        if one != other:
+    """Return the number of tokens in the common prefix of two prompts."""
+    num_tokens = 0
+    for item, other in zip(before, now, strict=False):
+        if item != other:
             break
-        found += one[2]
-    return found
+        num_tokens += item[2]
+    return num_tokens
 
 
 def table() -> str:
-    """Return the table as Markdown."""
     lines = [
-        "| way | computed in all | of them again | longest prompt | images seen in the last turn |",
+        "| way | tokens computed | computed again | longest prompt | images in the last turn |",
         "|---|---:|---:|---:|---:|",
     ]
     for way in WAYS:
         prompts = [way.prompt(turns) for turns in range(1, TURNS + 1)]
         computed = tokens(prompts[0]) + sum(tokens(now) - shared(before, now) for before, now in pairwise(prompts))
         first = SYSTEM + TURNS * (VISUAL + TEXT)
-        seen = sum(kind == "image" for kind, *_ in prompts[-1])
+        num_images = sum(kind == "image" for kind, *_ in prompts[-1])
         longest = max(map(tokens, prompts))
-        lines.append(f"| {way.name} | {computed:,} | {max(0, computed - first):,} | {longest:,} | {seen} |")
+        lines.append(f"| {way.name} | {computed:,} | {max(0, computed - first):,} | {longest:,} | {num_images} |")
     return "\n".join(lines) + (
         f"\n\n{TURNS} turns with a screenshot of {VISUAL} visual tokens and {TEXT} tokens of words each, after a "
         f"system prompt of {SYSTEM}; every turn finds the tokens of the turn before in a prefix cache. "

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens does vLLM compute over an agent's chat, by the counters of its own prefix cache?
+"""Count the tokens that vLLM computes over an agent's chat, with the counters of its prefix cache.
 
     .venv-vllm/bin/python benchmarks/experiments/long_chats_vllm.py --json benchmarks/results/long_chats_vllm.jsonl
 
-Counts, no times. The chats are those of experiments/long_chats.py, which says what a cache of single tokens could give;
-here an engine gets them, turn by turn. Its prefix cache holds whole blocks, and its encoder cache some of the images.
-Ages are a request's own setting; a way that drops images leaves them out of the request. The model is a Qwen2.5-VL with
-random weights, on which counts do not depend.
+The script counts tokens and measures no times. It sends the chats of experiments/long_chats.py to an engine, turn by
+turn. long_chats.py assumes a cache of single tokens, while the engine's prefix cache holds blocks and its encoder cache
+holds some of the images. Ages are part of a request's setting. A way that removes images leaves them out of the
+request. The model is a Qwen2.5-VL with random weights, which do not affect the counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-# Before vllm is imported: the engine in this process, and memory that the CPU build does not have to guess.
+# Set before vllm is imported: the engine runs in this process, with a fixed amount of KV memory.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 import calm_threads  # noqa: F401
@@ -33,31 +33,31 @@ NARROW = dict(
     hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
     max_position_embeddings=2**17,
 )  # fmt: skip
-PIXELS = 28  # on a side of a visual token
-OPEN, CLOSE, IMAGE = (SPECIAL.index(f"<|{one}|>") for one in ("vision_start", "vision_end", "image_pad"))
+PIXELS = 28  # pixels per side of a visual token
+OPEN, CLOSE, IMAGE = (SPECIAL.index(f"<|{name}|>") for name in ("vision_start", "vision_end", "image_pad"))
 
 
 def screenshot(turn: int) -> Image.Image:
-    """An image of noise of its own, of `VISUAL` tokens."""
+    """Return a noise image of `VISUAL` tokens, different for each turn."""
     side = PIXELS * round(VISUAL**0.5)
     pixels = np.random.default_rng(turn).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     return Image.fromarray(pixels).resize((side, side))
 
 
-def words(kind: str, number: int, count: int) -> list[int]:
-    """Ids of words, the same each time they are sent."""
-    draw = random.Random(f"{kind} {number}")
+def words(kind: str, turn: int, count: int) -> list[int]:
+    """Return token ids of words, always the same for a turn."""
+    draw = random.Random(f"{kind} {turn}")
     return [draw.randrange(len(SPECIAL), 10_000) for _ in range(count)]
 
 
 def request(items: list[Item], method: str, step: int) -> dict[str, Any]:
-    """Return a chat as vLLM takes it. The tags around an image are among the words of its turn."""
+    """Return a chat as a vLLM prompt. The two tags around an image count as words of its turn."""
     ids: list[int] = []
-    for kind, number, count in items:
-        shown = kind == "text" and ("image", number) in {item[:2] for item in items}
-        ids += [OPEN, IMAGE, CLOSE] if kind == "image" else words(kind, number, count - 2 * shown)
+    for kind, turn, count in items:
+        shown = kind == "text" and ("image", turn) in {item[:2] for item in items}
+        ids += [OPEN, IMAGE, CLOSE] if kind == "image" else words(kind, turn, count - 2 * shown)
     setting = {"method": method, "keep": {"keep": 1.0, "age": TIERS, "step": step}} if step else {"off": True}
-    shots = [screenshot(number) for kind, number, _ in items if kind == "image"]
+    shots = [screenshot(turn) for kind, turn, _ in items if kind == "image"]
     return {
         "prompt_token_ids": ids, "multi_modal_data": {"image": shots},
         "mm_processor_kwargs": {"tokenprune": setting},
@@ -65,7 +65,7 @@ def request(items: list[Item], method: str, step: int) -> dict[str, Any]:
 
 
 class Engine:
-    """An engine that counts. encoded: images that its vision tower has seen."""
+    """Engine that counts tokens. `encoded` is the number of images that ran through its vision tower."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         from vllm import LLM
@@ -80,19 +80,23 @@ class Engine:
         embed = model.embed_multimodal
 
         def counted(**kwargs: Any) -> Any:
-            made = embed(**kwargs)
-            self.encoded += len(made)
-            return made
+            embeddings = embed(**kwargs)
+            self.encoded += len(embeddings)
+            return embeddings
 
         model.embed_multimodal = counted
 
     def counters(self) -> tuple[int, int]:
-        """Return vLLM's own counts of tokens that were asked for in its prefix cache, and found there."""
-        found = {one.name: one.value for one in self.llm.get_metrics() if one.name.startswith("vllm:prefix_cache_")}
-        return int(found["vllm:prefix_cache_queries"]), int(found["vllm:prefix_cache_hits"])
+        """Return vLLM's counts of queried and hit tokens of the prefix cache."""
+        metrics = {
+            metric.name: metric.value
+            for metric in self.llm.get_metrics()
+            if metric.name.startswith("vllm:prefix_cache_")
+        }
+        return int(metrics["vllm:prefix_cache_queries"]), int(metrics["vllm:prefix_cache_hits"])
 
     def chat(self, way: Way, method: str) -> dict[str, Any]:
-        """Send every turn of a chat, from empty caches on; return what was counted."""
+        """Send every turn of a chat, starting with empty caches, and return the counts."""
         from vllm import SamplingParams
 
         self.llm.reset_prefix_cache()
@@ -106,10 +110,10 @@ class Engine:
             )
             lengths.append(len(output.prompt_token_ids))
             if lengths[-1] != tokens(items):
-                raise SystemExit(f"{way.name}: the prompt has {lengths[-1]} tokens, and should have {tokens(items)}")
+                raise SystemExit(f"{way.name}: the prompt has {lengths[-1]} tokens instead of {tokens(items)}.")
         asked, hits = (now - then for now, then in zip(self.counters(), before, strict=True))
         if asked != sum(lengths):
-            raise SystemExit(f"{way.name}: vLLM counted {asked} of {sum(lengths)} tokens")
+            raise SystemExit(f"{way.name}: vLLM counted {asked} tokens instead of {sum(lengths)}.")
         return {
             "way": way.name, "step": way.step, "last": way.last, "chunk": way.chunk, "prompt_tokens": asked,
             "hits": hits, "computed": asked - hits, "encoded": self.encoded - encoded, "longest": max(lengths),
@@ -121,14 +125,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="divprune")
     parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--batched", type=int, default=8192, help="tokens of a step, and of the encoder cache")
+    parser.add_argument("--batched", type=int, default=8192, help="token budget per step, and of the encoder cache")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console, records = Console(), []
     sizes = {"turns": TURNS, "system": SYSTEM, "visual": VISUAL, "text": TEXT}
-    with tempfile.TemporaryDirectory() as place:
-        write_model(Path(place), **NARROW)
-        engine = Engine(Path(place), args)
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), **NARROW)
+        engine = Engine(Path(folder), args)
         for way in WAYS:
             records.append(sizes | engine.chat(way, args.method))
             console.log(records[-1])

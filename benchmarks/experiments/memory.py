@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The most memory that a prefill takes beyond the model and its prompt, and what it is: all pairs, logits, the rest.
+"""Measure the peak memory of a prefill beyond model and prompt, by kind: token pairs, logits, rest.
 
     python benchmarks/experiments/memory.py --threads 1
 
-A narrow decoder with random weights, one image that was encoded beforehand, sdpa attention. "padded": the same prompt
-with 64 places of padding on its left, as in a batch; transformers then writes a mask of all pairs of tokens, which
-torch turns into numbers in each layer. "pairs": masks, and what else has one entry for two tokens each. Counted are the
-tensors made in the prefill that are alive at once, so other work on the machine changes nothing.
+The model has a narrow decoder with random weights and sdpa attention, and gets one image that is encoded beforehand.
+"padded" is the same prompt with 64 padding tokens on the left, as in a batch. transformers then builds a mask over all
+token pairs, which torch converts to floats in each layer. "pairs" are masks and other tensors with an entry per token
+pair. The script counts live tensors, so other work on the machine has no effect. It writes
+benchmarks/results/DEVICE/memory.jsonl.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import tokenprune
 
 METHODS = "divprune,pool,fastv,pyramiddrop"
 PADDING, LARGE = 64, 256
-MOST = 16384  # with padding, of which masks take 5 GB beyond; and with all logits, whose number is the tokens'
+MAX_TOKENS = 16384  # limit with padding (masks need over 5 GB beyond it) and with logits of all tokens
 
 
 def kind_of(vocabulary: int) -> Any:
-    """What names the kind of a tensor."""
+    """Return a function that returns the kind of a tensor."""
 
     def kind(tensor: torch.Tensor) -> str:
         if tensor.ndim > 1 and tensor.shape[-1] == vocabulary:
@@ -42,13 +43,13 @@ def kind_of(vocabulary: int) -> Any:
 
 
 def measure(model: Any, method: str, visual: int, keep: float, padded: bool, last: bool) -> dict[str, Any]:
-    """Return what one prefill takes. last: whether the caller asks for the logits of the last token alone."""
+    """Return the memory of one prefill. If `last` is set, only the logits of the last token are computed."""
     device, text = model.device, model.config.text_config
     torch.manual_seed(0)
     ids = prompt(visual, device, model.config.image_token_id)
     mask = torch.ones_like(ids)
     if padded:
-        ids, mask = (torch.nn.functional.pad(one, (PADDING, 0)) for one in (ids, mask))
+        ids, mask = (torch.nn.functional.pad(tensor, (PADDING, 0)) for tensor in (ids, mask))
     images = {"image": encoded([torch.randn(visual, text.hidden_size, device=device)])}
     patched = nullcontext() if method == "unpatched" else tokenprune.patched(model, method, keep=keep, guard="off")
     with patched, torch.no_grad(), Live(kind_of(text.vocab_size)) as live:
@@ -69,30 +70,32 @@ def main() -> None:
     parser.add_argument("--keep", type=float, default=0.5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default=default_device())
-    parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
+    parser.add_argument("--tiny", action="store_true", help="check the code in seconds")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/memory.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device, console = torch.device(args.device), Console()
     counts = [600] if args.tiny else args.counts
     model = llava("narrow", device, torch.float32)
-    lines = [header(device, keep=args.keep, parameters=sum(one.numel() for one in model.parameters()))]
+    lines = [header(device, keep=args.keep, parameters=sum(parameter.numel() for parameter in model.parameters()))]
     ways = [(False, True), (False, False), (True, True)]
     todo = [
         (visual, method, padded, last)
         for visual in counts
         for padded, last in ways
         for method in ["unpatched", *args.methods.split(",")]
-        if (last and not padded) or visual <= MOST
+        if (last and not padded) or visual <= MAX_TOKENS
     ]
     table = Table(title=f"Peak of a prefill, MiB, keep {args.keep:g}")
     for column in ("visual tokens", "prompt", "logits", "method", "peak", "pairs", "logits", "rest", "cache"):
         table.add_column(column)
     for visual, method, padded, last in track(todo, description="memory", console=console):
-        one = measure(model, method, visual, args.keep, padded, last)
-        lines.append(one)
-        sizes = [one["peak"], *(one["kinds"].get(kind, 0) for kind in ("pairs", "logits", "rest")), one["kv"]]
-        table.add_row(str(visual), one["prompt"], one["logits"], method, *(f"{size / 2**20:.1f}" for size in sizes))
+        record = measure(model, method, visual, args.keep, padded, last)
+        lines.append(record)
+        sizes = [record["peak"], *(record["kinds"].get(kind, 0) for kind in ("pairs", "logits", "rest")), record["kv"]]
+        table.add_row(
+            str(visual), record["prompt"], record["logits"], method, *(f"{size / 2**20:.1f}" for size in sizes)
+        )
         write(args.json or results_path(device, "memory", args.tiny), lines)
     console.print(table)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic that a method cannot do without: its products, and its passes over what they make, as bare operations
-of PyTorch, to be timed beside it. What it needs beyond that (order, masks, the cut itself) is not among it.
+"""Run the arithmetic of each method as bare PyTorch operations, to be timed beside the method (efficiency.py).
 
-A floor is of a method as its page says it: a greedy choice of k tokens by coverage reads the table of all pairs k
-times, whether or not another algorithm could do with less.
+A floor has the matrix products of a method and its passes over their results. It excludes sorting, masks and the cut.
+It follows the algorithm on the method's page: a greedy choice of k tokens by coverage reads the table of all pairs k
+times, even if another algorithm could read it less often.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from typing import Any
 import torch
 
 Run = Callable[[], Any]
-_A_ROUND = 8  # tokens that a round of vispruner lets go
+_A_ROUND = 8  # tokens that vispruner drops per round
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a call of a method works on.
+    """Sizes of a call of a method.
 
-    images: side by side. visual, kept: tokens of each, before and behind its choice. width: of the model. heads: of its
-    attention. text: tokens behind the image. layers: visual tokens that each layer of the decoder sees, of an image.
+    Attributes:
+        images: Number of images.
+        visual: Tokens of each image before the selection.
+        kept: Tokens of each image after the selection.
+        width: Hidden size of the model.
+        heads: Number of attention heads.
+        text: Text tokens after the image.
+        layers: Visual tokens of an image in each decoder layer.
     """
 
     images: int
@@ -36,25 +42,25 @@ class Sizes:
     device: torch.device
     dtype: torch.dtype
 
-    def made(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
 
     @property
     def cuts(self) -> list[tuple[int, int]]:
-        """Visual tokens before and behind each cut inside the decoder."""
+        """Visual tokens before and after each cut inside the decoder."""
         return [(a, b) for a, b in zip(self.layers, self.layers[1:], strict=False) if b < a]
 
-    # -- the parts
+    # -- the operations
 
     def product(self, rows: int, columns: int, width: int | None = None) -> Run:
-        """Similarities of `rows` tokens to `columns` others."""
+        """Return similarities of `rows` tokens to `columns` other tokens."""
         width = width or self.width
         a, b = self.made(self.images, rows, width), self.made(self.images, width, columns)
         return lambda: a @ b
 
-    def steps(self, number: int, count: int) -> Run:
-        """One row of `count` entries after the other."""
-        table, row = self.made(number, self.images, count), self.made(self.images, count)
+    def steps(self, num_steps: int, count: int) -> Run:
+        """Return updates of a row of `count` entries with one row after the other."""
+        table, row = self.made(num_steps, self.images, count), self.made(self.images, count)
 
         def run() -> None:
             for other in table:
@@ -62,53 +68,53 @@ class Sizes:
 
         return run
 
-    def passes(self, number: int, rows: int, columns: int) -> Run:
-        """A whole table, again and again."""
+    def passes(self, num_passes: int, rows: int, columns: int) -> Run:
+        """Return repeated passes over a table."""
         table = self.made(self.images, rows, columns)
-        return lambda: [table.sum(2) for _ in range(number)]
+        return lambda: [table.sum(2) for _ in range(num_passes)]
 
-    def factor(self, number: int, count: int) -> Run:
-        """The rows of a Cholesky factor, each from those before."""
-        table = self.made(self.images, number, count)
-        return lambda: [table[:, step : step + 1, :step] @ table[:, :step] for step in range(min(number, count))]
+    def factor(self, num_rows: int, count: int) -> Run:
+        """Return the rows of a Cholesky factor, each computed from the rows before."""
+        table = self.made(self.images, num_rows, count)
+        return lambda: [table[:, step : step + 1, :step] @ table[:, :step] for step in range(min(num_rows, count))]
 
     def spectrum(self, count: int, vectors: bool) -> Run:
-        """Eigenvalues, in float64."""
+        """Return eigenvalues in float64."""
         side = min(count, self.width)
         x = self.made(self.images, side, max(count, self.width), dtype=torch.double)
         solve = torch.linalg.eigh if vectors else torch.linalg.eigvalsh
         return lambda: solve(x @ x.transpose(1, 2))
 
     def rounds(self, count: int, left: int) -> Run:
-        """Those of vispruner: tables of one half of a line and the other."""
+        """Return the rounds of vispruner, which compare both halves of the remaining tokens."""
         lines = [self.made(self.images, -(-n // 2), n // 2) for n in range(count, left, -_A_ROUND)]
         return lambda: [table.amax(2) for table in lines]
 
-    def means(self, count: int, into: int) -> Run:
-        """Tokens added to those that they join."""
-        x, out = self.made(self.images * count, self.width), self.made(self.images * into, self.width)
+    def means(self, count: int, num_targets: int) -> Run:
+        """Return sums of tokens into the tokens that they merge with."""
+        x, out = self.made(self.images * count, self.width), self.made(self.images * num_targets, self.width)
         target = torch.randint(0, len(out), (len(x),), device=self.device)
         return lambda: out.index_add(0, target, x)
 
     def attention(self, rows: int, count: int) -> Run:
-        """The softmax of rows of attention, all heads."""
+        """Return the softmax of rows of attention in all heads."""
         query = self.made(self.images, self.heads, rows, self.width // self.heads)
         key = self.made(self.images, self.heads, self.width // self.heads, count)
         return lambda: (query @ key).softmax(3)
 
     def projections(self, count: int) -> Run:
-        """Queries and keys of a layer once more."""
+        """Return the queries and keys of a layer, computed once more."""
         x, weight = self.made(self.images * count, self.width), self.made(self.width, 2 * self.width)
         return lambda: x @ weight
 
     def values(self, count: int) -> Run:
-        """A pass over what all tokens hold."""
+        """Return a pass over the hidden states of all tokens."""
         x = self.made(self.images, count, self.width)
         return lambda: x.square().sum(2)
 
 
-def _at_cuts(of: Callable[[Sizes, int, int], Sequence[Run]]) -> Callable[[Sizes], list[Run]]:
-    return lambda s: [run for before, behind in s.cuts for run in of(s, before, behind)]
+def _at_cuts(build_runs: Callable[[Sizes, int, int], Sequence[Run]]) -> Callable[[Sizes], list[Run]]:
+    return lambda s: [run for before, behind in s.cuts for run in build_runs(s, before, behind)]
 
 
 def _nothing(s: Sizes) -> list[Run]:
@@ -151,7 +157,7 @@ def _visipruner(s: Sizes) -> list[Run]:
 
 FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     **dict.fromkeys(
-        # What they choose by is there, or costs no more than a row.
+        # Their scores already exist, or cost no more than a row.
         (
             "dyrate",
             "dymu",
@@ -172,7 +178,7 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     ),
     "adaptinfer": _at_cuts(_words),
     "agilepruner": lambda s: [_pairs(s), s.spectrum(s.visual, vectors=False)],
-    # Ten basis tokens: how far all are from them, and how well they make up all.
+    # Ten basis tokens: distances of all tokens to them, and the reconstruction of all tokens from them.
     "apet": lambda s: [s.product(s.visual, 20), s.product(s.visual, s.kept), s.means(s.visual, s.kept)],
     "autoprune": _at_cuts(_words),
     "cdpruner": lambda s: [s.product(s.visual, s.text), *_determinant(s)],
@@ -181,11 +187,11 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     # Each pair is multiplied once.
     "divprune": lambda s: [s.product(s.visual, s.visual // 2), s.steps(s.kept, s.visual)],
     "eadp": _asked,
-    "entropyprune": _nothing,  # small tables, whose eigenvalues are no arithmetic of tokens
+    "entropyprune": _nothing,  # eigenvalues of small tables, independent of the number of tokens
     "f3a": lambda s: [_pairs(s), s.steps(s.kept, s.visual)],
     "feather": _at_cuts(_next_layer),
     "fitprune": _at_cuts(lambda s, before, behind: [s.attention(before + s.text, before + 2 * s.text)]),
-    # The first layer's queries of the text and keys of the image.
+    # Queries of the text and keys of the image in the first layer.
     "hawk": lambda s: [s.product(s.text + s.visual, s.width), s.product(s.visual, s.heads)],
     "idselection": lambda s: [_pairs(s), s.steps(s.kept, s.visual)],
     "ivc_prune": lambda s: [s.attention(s.text + s.visual // 100, s.visual + s.text)],
@@ -222,6 +228,6 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
 
 
 def floor_of(name: str, sizes: Sizes) -> Run | None:
-    """Return what does a method's arithmetic once; None where there is nothing to speak of."""
+    """Return a function that runs a method's arithmetic once, or None if it is negligible."""
     runs = FLOORS[name](sizes)
     return (lambda: [run() for run in runs]) if runs else None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pruning saves in a batch of unequal prompts: images beside a prompt of text alone, on the shipped model.
+"""Measure the savings of pruning in a batch of unequal prompts, on the shipped model.
 
     python experiments/mixed_batches.py                # writes benchmarks/results/<device>/mixed_batches.jsonl
     python benchmarks/experiments/mixed_batches.py --repeats 3 --json out.jsonl
 
-One short prompt without an image makes the batch a ragged one: its row is padding nearly from end to end. Time to the
-first token is that of `generate` from pixels on, patched and unpatched in turn; widths and bytes are those of
+The batch has prompts with images and one short prompt without an image, whose row is mostly padding. Time to first
+token is of `generate` from pixels on; patched and unpatched runs take turns. Widths and bytes come from
 `tokenprune.stats`.
 """
 
@@ -33,10 +33,10 @@ KEEP = 0.25
 
 
 def batch(subject: Model, texts: int) -> dict[str, Any]:
-    """Return the model's arguments for `ROWS` prompts, the last `texts` of them without an image."""
+    """Return the inputs of `ROWS` prompts. The last `texts` prompts have only text."""
     asked = load_heldout(limit=ROWS)[:ROWS]
-    images: list[list[Any]] = [[one.image] if row < ROWS - texts else [] for row, one in enumerate(asked)]
-    return subject.inputs(images, [one.question for one in asked])
+    images: list[list[Any]] = [[example.image] if row < ROWS - texts else [] for row, example in enumerate(asked)]
+    return subject.inputs(images, [example.question for example in asked])
 
 
 def measure(subject: Model, method: str, texts: int, repeats: int) -> dict[str, Any]:
@@ -46,9 +46,9 @@ def measure(subject: Model, method: str, texts: int, repeats: int) -> dict[str, 
     with patched(), torch.no_grad():
         subject.model(**inputs)
         stats = tokenprune.stats(subject.model)
-    told = "width_per_layer padding_share prefill_flops_ratio prefill_flops_ratio_tokens kv_bytes kv_bytes_full"
-    seen = {name: getattr(stats, name) for name in told.split()}
-    return {"method": method, "keep": KEEP, "texts": texts, "length": inputs["input_ids"].shape[1], **seen, **timing}
+    names = "width_per_layer padding_share prefill_flops_ratio prefill_flops_ratio_tokens kv_bytes kv_bytes_full"
+    values = {name: getattr(stats, name) for name in names.split()}
+    return {"method": method, "keep": KEEP, "texts": texts, "length": inputs["input_ids"].shape[1], **values, **timing}
 
 
 def main() -> None:
@@ -74,15 +74,15 @@ def main() -> None:
     table = Table(title=f"{ROWS} prompts, {KEEP:.0%} of the visual tokens kept: patched / unpatched")
     for column in ("method", "without an image", "width of the last layer", "TTFT, unpatched / patched", "KV bytes"):
         table.add_column(column)
-    for one in records:
-        speed_up = {name: 1 / value for name, value in one["ttft_ratio"].items()}
+    for record in records:
+        speed_up = {name: 1 / value for name, value in record["ttft_ratio"].items()}
         table.add_row(
-            one["method"], str(one["texts"]), f"{one['length']} -> {one['width_per_layer'][-1]}",
+            record["method"], str(record["texts"]), f"{record['length']} -> {record['width_per_layer'][-1]}",
             f"{speed_up['p50']:.2f} ({speed_up['p80']:.2f} to {speed_up['p20']:.2f})",
-            f"{one['kv_bytes'] / one['kv_bytes_full']:.0%}",
+            f"{record['kv_bytes'] / record['kv_bytes_full']:.0%}",
         )  # fmt: skip
     Console().print(table)
-    Console().print(f"written to {path}")
+    Console().print(f"Wrote {path}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offers of profiles that change, what they allow, and whether a server's counters are what its clients saw: the checks
-of mixed_load.py."""
+"""Checks of mixed_load.py: changing profiles, the settings that they allow, and the server's counters."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tokenprune.integrations.vllm.settings.server_config import GRACE_SECONDS
 
 BASE = {"method": "uniform", "keep": 0.25}
 OVERLOAD = {"in_flight": [8, 24], "profiles": ["pooled", "fast"], "rise": 0.2, "dwell": 1}
-# What the file of profiles holds in turn. The second lacks a profile that clients ask for; the third is wrong.
+# The successive contents of the profile file. The second lacks a profile that clients request. The third is invalid.
 OFFERS: tuple[dict[str, Any], ...] = (
     {"profiles": {"fast": {"keep": 0.11}, "pooled": {"method": "pool", "keep": 0.25}, "ocr": {"off": True}}},
     {"profiles": {"fast": {"keep": 0.2}, "pooled": {"method": "pool", "keep": 0.25}}},
@@ -30,7 +29,7 @@ LIMITS = {"min_keep": 0.1}
 
 @dataclass
 class Sent:
-    """A request that was sent: seconds of a clock at which it went and was answered."""
+    """A sent request, with the clock's seconds at sending and at the answer."""
 
     request: Request
     begin: float
@@ -40,7 +39,7 @@ class Sent:
 
 @dataclass
 class InForce:
-    """An offer, and the seconds between which it may have been in force."""
+    """Index of an offer, and the interval of seconds in which it may have been in force."""
 
     number: int
     begin: float
@@ -48,80 +47,92 @@ class InForce:
 
 
 def legal(request: Request, offer: Mapping[str, Any]) -> list[tuple[str, str] | None]:
-    """Return method and keep that may serve a request while an offer is in force; None stands for a refusal. Of
-    requests that choose by a profile's name, or not at all."""
+    """Return each (method, keep) that may serve a request while an offer is in force. None means a refusal.
+
+    The request must choose a profile by name, or use the default.
+    """
     profiles = {"default": BASE} | offer["profiles"]
     if request.kind == "default":
         names = ["default", *offer.get("overload", {}).get("profiles", ())]
     else:
         names = [request.profile or request.asked["profile"]]
-    made: list[tuple[str, str] | None] = []
+    allowed: list[tuple[str, str] | None] = []
     for name in names:
-        given = BASE | profiles[name] if name in profiles else None
-        made.append(given and (("off", "1.0") if given.get("off") else (given["method"], str(given["keep"]))))
-    return made
+        config = BASE | profiles[name] if name in profiles else None
+        allowed.append(config and (("off", "1.0") if config.get("off") else (config["method"], str(config["keep"]))))
+    return allowed
 
 
 def out_of_force(sent: Sent, times: Sequence[InForce]) -> str | None:
-    """Return what is wrong with the setting that served a request, in words: it was not in force at any time at which
-    the request was on its way. None if nothing is."""
+    """Describe the error if a request was served by a setting that was not in force during the request, else None."""
     if sent.request.kind not in ("name", "profile", "default"):
         return None
-    may = [one for place, time in enumerate(times) if time.begin <= sent.end and sent.begin <= time.end
-           for one in _served(sent, times[: place + 1])]  # fmt: skip
+    may = [setting for index, time in enumerate(times) if time.begin <= sent.end and sent.begin <= time.end
+           for setting in _served(sent, times[: index + 1])]  # fmt: skip
     served = sent.answer.record
     was = (served["method"], served["keep"]) if served else None
-    return None if was in may else f"served by {was}, and in force was {may}"
+    return None if was in may else f"served by {was}, allowed were {may}"
 
 
 def _served(sent: Sent, times: Sequence[InForce]) -> list[tuple[str, str] | None]:
-    """Return what may serve a request under the last of these offers: for a profile that has left, and for a while, the
-    last offer that had it."""
-    found = legal(sent.request, OFFERS[times[-1].number])
-    if found != [None]:
-        return found
-    had = (place for place, time in enumerate(times) if legal(sent.request, OFFERS[time.number]) != [None])
+    """Return the settings that may serve a request under the last of the offers.
+
+    A removed profile stays valid for a grace period, with its last offer.
+    """
+    allowed = legal(sent.request, OFFERS[times[-1].number])
+    if allowed != [None]:
+        return allowed
+    had = (index for index, time in enumerate(times) if legal(sent.request, OFFERS[time.number]) != [None])
     if (last := max(had, default=None)) is None or sent.begin > times[last].end + GRACE_SECONDS:
-        return found
+        return allowed
     before = legal(sent.request, OFFERS[times[last].number])
-    return before if sent.end < times[last + 1].begin + GRACE_SECONDS else before + found
+    return before if sent.end < times[last + 1].begin + GRACE_SECONDS else before + allowed
 
 
 def counted(page: str, name: str, *labels: str) -> collections.Counter[tuple[str, ...]]:
-    """Return the values of a counter on a page of metrics, by some of its labels."""
+    """Return the sum of a counter on a metrics page by some of its labels."""
     sums: collections.Counter[tuple[str, ...]] = collections.Counter()
     for text, value in re.findall(rf"^{re.escape(name)}\{{(.*?)\}} (\S+)$", page, re.MULTILINE):
-        found = dict(re.findall(r'(\w+)="(.*?)"', text))
-        sums[tuple(found[label] for label in labels)] += int(float(value))
+        values = dict(re.findall(r'(\w+)="(.*?)"', text))
+        sums[tuple(values[label] for label in labels)] += int(float(value))
     return sums
 
 
 def metric_differences(page: str, sent: Sequence[Sent], reloads: Mapping[str, int]) -> list[str]:
-    """Return where a server's counters are not what its clients saw, in words. reloads: signals sent, by the result
-    that is due. Of clients that went before an answer some may be counted, or none."""
-    gone = sum(one.request.kind == "gone" for one in sent)
-    records = [one.answer.record for one in sent if one.answer.served]
-    seen = collections.Counter((one["profile"], one["by"]) for one in records)
+    """Describe the differences between a server's counters and the observations of its clients.
+
+    Requests of clients that left before an answer may be counted or not.
+
+    Args:
+        page: Text of the metrics page.
+        sent: All requests.
+        reloads: Number of signals sent, by expected result.
+    """
+    num_gone = sum(request.request.kind == "gone" for request in sent)
+    records = [request.answer.record for request in sent if request.answer.served]
+    observed = collections.Counter((record["profile"], record["by"]) for record in records)
     requests = counted(page, "tokenprune:requests_total", "profile", "by")
-    said = _between("requests", seen, requests, gone)
+    problems = _between("requests", observed, requests, num_gone)
     for stage in ("in", "out"):
         tokens = collections.Counter[tuple[str, ...]]()
-        for one in records:
-            tokens[(stage,)] += int(one[stage])
-        found = counted(page, "tokenprune:visual_tokens_total", "stage")
-        most = gone * max((int(one["in"]) for one in records), default=0)
-        said += _between("visual tokens", tokens, {(stage,): found[(stage,)]}, most)
-    refused = sum(one.answer.status == 400 and one.request.kind != "broken" for one in sent)
-    found = counted(page, "tokenprune:refusals_total")
-    said += _between("refusals", {(): refused}, found, 0)
+        for record in records:
+            tokens[(stage,)] += int(record[stage])
+        counts = counted(page, "tokenprune:visual_tokens_total", "stage")
+        max_extra = num_gone * max((int(record["in"]) for record in records), default=0)
+        problems += _between("visual tokens", tokens, {(stage,): counts[(stage,)]}, max_extra)
+    refused = sum(request.answer.status == 400 and request.request.kind != "broken" for request in sent)
+    counts = counted(page, "tokenprune:refusals_total")
+    problems += _between("refusals", {(): refused}, counts, 0)
     due = {(result,): count for result, count in reloads.items()}
-    return said + _between("reloads", due, counted(page, "tokenprune:reloads_total", "result"), 0)
+    return problems + _between("reloads", due, counted(page, "tokenprune:reloads_total", "result"), 0)
 
 
-def _between(what: str, seen: Mapping[Any, int], found: Mapping[Any, int], slack: int) -> list[str]:
-    """Return where counters are below what was seen, or above it by more than `slack` in all."""
+def _between(label: str, observed: Mapping[Any, int], counts: Mapping[Any, int], slack: int) -> list[str]:
+    """Describe counters below the observed values, or above them by more than `slack` in total."""
     below = [
-        f"{what} {key}: counted {found.get(key, 0)}, seen {seen[key]}" for key in seen if found.get(key, 0) < seen[key]
+        f"{label} {key}: counted {counts.get(key, 0)}, observed {observed[key]}"
+        for key in observed
+        if counts.get(key, 0) < observed[key]
     ]
-    above = sum(found.values()) - sum(seen.values())
-    return below + ([f"{what}: {above} more counted than seen, and at most {slack} may be"] if above > slack else [])
+    above = sum(counts.values()) - sum(observed.values())
+    return below + ([f"{label}: counted {above} more than observed, allowed are {slack}"] if above > slack else [])

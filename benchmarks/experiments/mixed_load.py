@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ten minutes of mixed load on a vLLM server: answers beside those that settings give alone, and counters.
+"""Send ten minutes of mixed load to a vLLM server, and compare answers and counters with the expected ones.
 
     .venv-vllm/bin/python benchmarks/experiments/mixed_load.py --json benchmarks/results/mixed_load.jsonl
 
-A few clients, and a burst of many every few seconds, ask without a pause: settings of their own, profiles by key and by
-the model's name, images that come again, several in one request, clients that go away before and while they are
-answered, images that are none, settings that are wrong. All the while the server's file of profiles changes and is read
-again, now and then with a file that is wrong, and the policy under load takes its steps.
+A few clients, and many in a burst every few seconds, send requests without a pause: with custom settings, with profiles
+by key and by model name, with repeated images, and with several images. Some clients disconnect before or during the
+answer, some images are broken, and some settings are invalid. Meanwhile the profile file changes and is reloaded,
+sometimes with an invalid file, and the overload policy switches profiles.
 
-Then a second server, without a prefix cache and without a cache of processed images, is asked one by one for what the
-first said that it served: the status, the tokens and their log-probabilities (within 1e-4) have to be the same. A
-profile has to be one that was in force while the request was on its way. What the server counted has to be what the
-clients saw; requests of clients that went before an answer may be counted or not. No status may be 500 or above.
-Prints what was compared; exits with 1 if anything differs.
+Then a second server without prefix cache and without processor cache answers the same settings one by one. Status and
+tokens must be equal, and log-probabilities must agree within 1e-4. A profile must have been in force during the
+request. The server's counters must match the clients' observations; requests of disconnected clients may be counted or
+not. A status of 500 or above is an error. The script prints the comparison and exits with 1 on any difference.
 
-A client that goes away while its image is being read can leave vLLM's two caches of processed images apart, as its
-sources say: whoever asks with that image next gets HTTP 500 once, and vLLM mends the cache. Such a request is sent
-again once, and counted: look at the count.
+A client that disconnects while its image is being read can bring vLLM's two caches of processed images out of step, as
+vLLM's source documents. The next request with that image gets HTTP 500 once, and vLLM repairs the cache. The script
+repeats such a request once and counts it as `second_try`.
 """
 
 from __future__ import annotations
@@ -43,9 +42,12 @@ MODEL = Path(__file__).resolve().parents[2] / "demo/tokenprune_demo/models/demo_
 
 
 class Reloads:
-    """The server's file of profiles, which changes while it runs.
+    """The server's profile file, which changes while the server runs.
 
-    file: its path. times: the offers, and when each may have been in force. sent: signals, by the result that is due.
+    Attributes:
+        file: Path of the file.
+        times: The offers, with the intervals in which they may have been in force.
+        sent: Number of signals by expected result.
     """
 
     def __init__(self, file: Path, url: str) -> None:
@@ -54,17 +56,17 @@ class Reloads:
         self._number = 0
 
     @staticmethod
-    def write(file: Path, number: int) -> None:
-        """Write an offer into the file, in one step."""
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as made:
-            made.write(json.dumps(OFFERS[number] | LIMITS))
-        os.replace(made.name, file)
+    def write(file: Path, index: int) -> None:
+        """Write an offer into the file atomically."""
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
+            temporary.write(json.dumps(OFFERS[index] | LIMITS))
+        os.replace(temporary.name, file)
 
     def page(self) -> str:
         return urllib.request.urlopen(self._page, timeout=60).read().decode()
 
     async def change(self) -> None:
-        """Have the next offer read, and wait until the server has counted it."""
+        """Write the next offer, signal the server, and wait until the server has counted the reload."""
         self._number = (self._number + 1) % len(OFFERS)
         self.write(self.file, self._number)
         result = "refused" if self._number in WRONG_OFFERS else "taken"
@@ -82,14 +84,18 @@ class Reloads:
 
 
 def _server() -> int:
-    """Return the process of the API server that this one has started."""
+    """Return the process id of the API server, a child of this process."""
     import psutil
 
-    return next(one.pid for one in psutil.Process().children() if any("api_server" in word for word in one.cmdline()))
+    return next(
+        process.pid
+        for process in psutil.Process().children()
+        if any("api_server" in word for word in process.cmdline())
+    )
 
 
 def memory() -> int:
-    """Return the bytes that this process's descendants hold in memory, the server among them."""
+    """Return the resident bytes of all descendants of this process, including the server."""
     import psutil
 
     total = 0
@@ -102,18 +108,21 @@ def memory() -> int:
 
 
 async def under_load(client: Client, asked: Iterator[Request], reloads: Reloads, args: Any, tell: Any) -> list[Sent]:
-    """Ask for so many seconds, a few at a time and in bursts, while the profiles change; return what was sent."""
+    """Send requests for `args.seconds`, a few at a time and in bursts, while the profiles change.
+
+    Return the requests.
+    """
     stop, burst, sent = time.monotonic() + args.seconds, asyncio.Event(), []
 
-    async def ask(number: int) -> None:
+    async def ask(index: int) -> None:
         while time.monotonic() < stop:
-            if number >= args.at_once and not burst.is_set():
+            if index >= args.at_once and not burst.is_set():
                 await asyncio.sleep(0.05)
                 continue
-            one = Sent(next(asked), time.monotonic())
-            sent.append(one)
-            one.answer = await client.ask(one.request)
-            one.end = time.monotonic()
+            request = Sent(next(asked), time.monotonic())
+            sent.append(request)
+            request.answer = await client.ask(request.request)
+            request.end = time.monotonic()
 
     async def bursts() -> None:
         while time.monotonic() < stop:
@@ -137,15 +146,17 @@ async def under_load(client: Client, asked: Iterator[Request], reloads: Reloads,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--at-once", type=int, default=4, help="requests on their way at calm times")
-    parser.add_argument("--most", type=int, default=40, help="and in a burst")
+    parser.add_argument("--at-once", type=int, default=4, help="concurrent requests between bursts")
+    parser.add_argument("--most", type=int, default=40, help="concurrent requests in a burst")
     parser.add_argument("--calm", type=float, default=6, help="seconds between bursts")
-    parser.add_argument("--burst", type=float, default=3, help="seconds of a burst")
+    parser.add_argument("--burst", type=float, default=3, help="seconds per burst")
     parser.add_argument("--reload", type=float, default=5, help="seconds between changes of the profiles")
-    parser.add_argument("--images", type=int, default=12, help="from how many images the requests choose")
+    parser.add_argument("--images", type=int, default=12, help="number of different images")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write a row into this file")
-    parser.add_argument("--server", nargs=argparse.REMAINDER, default=[], help="arguments of both servers, last")
+    parser.add_argument(
+        "--server", nargs=argparse.REMAINDER, default=[], help="arguments of both servers, must be last"
+    )
     args = parser.parse_args()
 
     import vllm
@@ -164,24 +175,26 @@ def main() -> None:
         "--served-model-name", *names, *args.server,
     ]  # fmt: skip
 
-    def setting(**given: Any) -> list[str]:
-        return [*arguments, "--mm-processor-kwargs", json.dumps({"tokenprune": BASE | given})]
+    def setting(**options: Any) -> list[str]:
+        return [*arguments, "--mm-processor-kwargs", json.dumps({"tokenprune": BASE | options})]
 
     console = Console()
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "offer.json"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "offer.json"
         Reloads.write(file, 0)
         with served(str(MODEL), setting(reload=str(file)), console) as url:
             reloads = Reloads(file, url)
             sent = asyncio.run(under_load(Client(url, examples), asked, reloads, args, console.log))
-            time.sleep(5)  # until requests whose clients are gone have come to their end
+            time.sleep(5)  # requests of disconnected clients need to end
             failed = metric_differences(reloads.page(), sent, reloads.sent)
             console.log(f"{memory() / 2**20:.0f} MiB at the end")
-    statuses = collections.Counter((one.request.kind, one.answer.status) for one in sent)
+    statuses = collections.Counter((request.request.kind, request.answer.status) for request in sent)
     console.log(", ".join(f"{kind} {status}: {count}" for (kind, status), count in sorted(statuses.items())))
-    failed += [f"{one.request}: {one.answer.said}" for one in sent if one.answer.status >= 500]
-    stayed = [one for one in sent if one.request.leaves is None]
-    failed += [f"{one.request}: {said}" for one in stayed if (said := out_of_force(one, reloads.times))]
+    failed += [f"{request.request}: {request.answer.said}" for request in sent if request.answer.status >= 500]
+    stayed = [request for request in sent if request.request.leaves is None]
+    failed += [
+        f"{request.request}: {problem}" for request in stayed if (problem := out_of_force(request, reloads.times))
+    ]
 
     answers: dict[str, Answer] = {}
     without = setting(**OFFERS[0], **LIMITS)
@@ -189,12 +202,12 @@ def main() -> None:
         failed += asyncio.run(compare(Client(url, examples), stayed, answers))
     for line in failed:
         console.log(line)
-    again = sum(one.answer.again for one in sent)
+    again = sum(request.answer.again for request in sent)
     row = {
         "vllm": vllm.__version__, "seconds": args.seconds, "requests": len(sent), "compared": len(stayed),
         "asked_alone": len(answers), "reloads": dict(reloads.sent), "differ": len(failed), "second_try": again,
         "statuses": {f"{kind} {status}": count for (kind, status), count in sorted(statuses.items())},
-        "by": dict(collections.Counter(one.answer.record["by"] for one in sent if one.answer.served)),
+        "by": dict(collections.Counter(request.answer.record["by"] for request in sent if request.answer.served)),
     }  # fmt: skip
     console.print(row)
     if args.json:
@@ -203,17 +216,20 @@ def main() -> None:
 
 
 async def compare(client: Client, sent: Sequence[Sent], answers: dict[str, Answer]) -> list[str]:
-    """Ask alone for what each request was served by, each once, and return the differences in words."""
+    """Ask for the setting of each answer again, each request once, and describe the differences."""
     failed = []
     async with client:
-        for one in sent:
-            request = alone(one.request, one.answer)
-            if one.answer.status == 400 and one.request.kind in ("name", "profile"):
-                continue  # a profile that was not there: `out_of_force` has looked at it
+        for earlier in sent:
+            request = alone(earlier.request, earlier.answer)
+            if earlier.answer.status == 400 and earlier.request.kind in ("name", "profile"):
+                continue  # a profile that did not exist, which `out_of_force` has checked
             key = repr(request)
             if key not in answers:
                 answers[key] = await client.ask(request)
-            failed += [f"{one.request}, {one.answer.served}: {text}" for text in differences(one.answer, answers[key])]
+            failed += [
+                f"{earlier.request}, {earlier.answer.served}: {text}"
+                for text in differences(earlier.answer, answers[key])
+            ]
     return failed
 
 

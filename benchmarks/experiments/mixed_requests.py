@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of many kinds to a vLLM server, and the comparison of their answers: the parts of mixed_load.py."""
+"""Requests of many kinds to a vLLM server, and the comparison of their answers. Used by mixed_load.py."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Request:
-    """One request. kind: one of KINDS. images: numbers of held-out images. leaves: after how many events its client
-    goes away; of "gone" after how many hundredths of a second, whatever has come; None: it stays."""
+    """A request.
+
+    Attributes:
+        kind: A key of KINDS.
+        images: Indices of held-out images.
+        leaves: Number of events after which the client disconnects, None if it stays. For kind "gone": hundredths of a
+            second.
+    """
 
     kind: str
     images: tuple[int, ...]
@@ -41,9 +47,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """status: of HTTP; 0 of a client that went before it came. tokens: the ids. logprobs: of the chosen token and the
-    likeliest, by position and id. said: what stands in a refusal. served: the header `x-tokenprune`. again: whether it
-    was answered at the second try."""
+    """The answer to a request.
+
+    Attributes:
+        status: HTTP status, 0 if the client disconnected earlier.
+        tokens: Token ids.
+        logprobs: Log-probabilities of the chosen and the most likely tokens, by position and token id.
+        said: Text of an error.
+        served: The header `x-tokenprune`.
+        again: Whether the second try succeeded.
+    """
 
     status: int
     tokens: tuple[int, ...] = ()
@@ -54,22 +67,22 @@ class Answer:
 
     @property
     def record(self) -> dict[str, str]:
-        """The parts of the header by their names; empty without one."""
+        """The fields of the header, empty without a header."""
         method, _, rest = self.served.partition(";")
-        return {"method": method} | dict(one.split("=", 1) for one in rest.split(";")) if method else {}
+        return {"method": method} | dict(part.split("=", 1) for part in rest.split(";")) if method else {}
 
 
 def draw(seed: int, questions: Sequence[str], images: int) -> Iterator[Request]:
-    """Yield requests of all kinds without end, the same for the same seed. images: from how many they choose."""
+    """Yield an endless sequence of requests of all kinds, reproducible by seed, on a number of images."""
     choice = random.Random(seed)
     while True:
         kind = choice.choices(list(KINDS), list(KINDS.values()))[0]
-        # One image is asked about again and again, and two may be in one prompt.
-        numbers = tuple(choice.choice([0, choice.randrange(images)]) for _ in range(choice.choice([1, 1, 1, 2])))
-        asked = {"setting": OWN, "wrong": WRONG, "profile": [{"profile": one} for one in PROFILES]}.get(kind)
+        # Image 0 is repeated often, and a prompt may have two images.
+        indices = tuple(choice.choice([0, choice.randrange(images)]) for _ in range(choice.choice([1, 1, 1, 2])))
+        asked = {"setting": OWN, "wrong": WRONG, "profile": [{"profile": profile} for profile in PROFILES]}.get(kind)
         yield Request(
             kind,
-            numbers,
+            indices,
             choice.choice(questions),
             choice.choice(PROFILES) if kind == "name" else None,
             None if asked is None else choice.choice(asked),
@@ -79,8 +92,7 @@ def draw(seed: int, questions: Sequence[str], images: int) -> Iterator[Request]:
 
 
 def alone(request: Request, answer: Answer) -> Request:
-    """Return the request that asks by its own setting for what served `request`, of a server whose profiles may be
-    others by now."""
+    """Return a request for the setting that served `request`. The profiles of the server may have changed since."""
     served = answer.record
     named = request.kind in ("name", "profile", "default") or "profile" in (request.asked or {})
     if not served or not named:
@@ -89,17 +101,18 @@ def alone(request: Request, answer: Answer) -> Request:
     return replace(request, kind="setting", profile=None, asked=asked, has_asked=True)
 
 
-def differences(one: Answer, other: Answer) -> list[str]:
-    """Return how two answers to one request differ, in words; empty if they do not."""
-    if one.status != other.status:
-        return [f"status {one.status}, alone {other.status}"]
-    if one.tokens != other.tokens:
-        return [f"tokens {one.tokens}, alone {other.tokens}"]
-    gap = max((abs(one.logprobs[key] - other.logprobs[key]) for key in one.logprobs.keys() & other.logprobs), default=0)
-    return [f"log-probabilities {gap:.1e} apart"] if gap > TOLERANCE else []
+def differences(answer: Answer, other: Answer) -> list[str]:
+    """Describe the differences between two answers to the same request, empty if they are equal."""
+    if answer.status != other.status:
+        return [f"status {answer.status}, expected {other.status}"]
+    if answer.tokens != other.tokens:
+        return [f"tokens {answer.tokens}, expected {other.tokens}"]
+    common = answer.logprobs.keys() & other.logprobs
+    gap = max((abs(answer.logprobs[key] - other.logprobs[key]) for key in common), default=0)
+    return [f"log-probabilities differ by {gap:.1e}"] if gap > TOLERANCE else []
 
 
-# -- against a server
+# -- client
 
 
 def _url(image: Any, broken: bool) -> str:
@@ -113,21 +126,20 @@ class Client:
     def __init__(self, url: str, examples: Sequence[Any]) -> None:
         import openai
 
-        # A connection that is idle for 5 s is closed by the server, maybe just when a request is sent on it.
-        own = {"Connection": "close"}
-        self._client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=300, max_retries=0, default_headers=own)
+        # The server closes a connection after 5 idle seconds, possibly while a request is being sent on it.
+        options: dict[str, Any] = {"timeout": 300, "max_retries": 0, "default_headers": {"Connection": "close"}}
+        self._client = openai.AsyncOpenAI(base_url=url, api_key="none", **options)
         self._images = [example.image for example in examples]
 
     async def ask(self, request: Request) -> Answer:
-        """Return what the server says, at the second try if it was no fault of the request; of one whose client goes
-        away, nothing."""
+        """Return the server's answer. Retry once after HTTP 500."""
         answer = await self._once(request)
         return answer if answer.status != 500 else replace(await self._once(request), again=True)
 
     async def _once(self, request: Request) -> Answer:
         import openai
 
-        urls = [_url(self._images[number], request.kind == "broken") for number in request.images]
+        urls = [_url(self._images[index], request.kind == "broken") for index in request.images]
         content: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         content.append({"type": "text", "text": request.question})
         extra: dict[str, Any] = {"add_special_tokens": True, "return_tokens_as_token_ids": True}
@@ -156,7 +168,11 @@ class Client:
         except openai.APIStatusError as error:
             return Answer(error.status_code, said=str(error))
         steps = raw.parse().choices[0].logprobs.content
-        likely = {(place, _id(one.token)): one.logprob for place, step in enumerate(steps) for one in step.top_logprobs}
+        likely = {
+            (position, _id(candidate.token)): candidate.logprob
+            for position, step in enumerate(steps)
+            for candidate in step.top_logprobs
+        }
         return Answer(200, tuple(_id(step.token) for step in steps), likely, served=raw.headers.get("x-tokenprune", ""))
 
     async def __aenter__(self) -> Client:

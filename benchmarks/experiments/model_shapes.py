@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes of the models that kernels are compiled and costs are predicted for, from their published configs."""
+"""Model shapes from published configs, for compiling kernels and predicting costs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tower:
-    """A vision tower. width: of its hidden states. tokens: of an image, a tile, a frame. images: of one call. packed:
-    whether they lie end to end on one axis."""
+    """A vision tower.
+
+    Attributes:
+        layers: Number of blocks.
+        heads: Number of attention heads.
+        width: Hidden size.
+        tokens: Tokens of an image, tile or frame.
+        images: Images per call.
+        packed: Whether the images are concatenated along one axis.
+    """
 
     layers: int
     heads: int
@@ -25,7 +33,7 @@ class Tower:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A language model. width: of its hidden states. inner: of its MLP. visual: tokens of a typical request."""
+    """A language model. `inner` is the width of its MLP, `visual` the visual tokens of a typical request."""
 
     layers: int
     heads: int

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CDPruner as OpenVINO GenAI has it, beside our `cdpruner`: the same model, images, questions and numbers of tokens.
+"""Compare CDPruner of OpenVINO GenAI with our `cdpruner`: same model, images, questions and token counts.
 
     pip install openvino-genai
     python benchmarks/experiments/openvino_cdpruner.py           # measure, into results/openvino_cdpruner.jsonl
     python benchmarks/experiments/openvino_cdpruner.py --page    # write the table into docs/results/serving.md
 
-The shipped Qwen2.5-VL is exported (openvino_export.py) and asked its held-out questions by both engines, in float32.
-Which tokens VLMPipeline keeps it does not tell; here its language model is exchanged for one that answers with the
-places of the tokens it was given. So three things can be told apart: whether both choose the same tokens, whether the
-choice is the one that GenAI's source describes (`described`), and whether the same tokens give the same answer.
+The shipped Qwen2.5-VL is exported (openvino_export.py), and both engines answer its held-out questions in float32.
+VLMPipeline does not report the kept tokens. A probe replaces its language model and answers with the positions of its
+input tokens. This answers three questions: whether both engines choose the same tokens, whether the choice follows the
+formula in GenAI's source (`described`), and whether the same tokens give the same answer.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tokenprune_demo.heldout import Example, load_heldout
 FILE = RESULTS / "openvino_cdpruner.jsonl"
 PAGE = Path(__file__).parents[2] / "docs/results/serving.md"
 BEGIN, END = "<!-- openvino:begin (benchmarks/experiments/openvino_cdpruner.py --page) -->", "<!-- openvino:end -->"
-PRUNED = 75  # per cent
+PRUNED = 75  # percent
 WEIGHTS = (0.0, 0.5, 1.0)
-COLUMNS = 24  # of the largest grid of tokens
-SPLIT = "CDPRUNER_SPLIT_THRESHOLD"  # GenAI reads it from the environment; 0 chooses among all tokens at once
+COLUMNS = 24  # columns of the largest token grid
+SPLIT = "CDPRUNER_SPLIT_THRESHOLD"  # environment variable of GenAI; 0 selects among all tokens at once
 
 
 class Pipeline:
-    """VLMPipeline on the exported model. language: stands in for its language model."""
+    """VLMPipeline on the exported model. `language` replaces its language model."""
 
     def __init__(self, folder: Path, language: Any = None) -> None:
         import openvino as ov
@@ -61,14 +61,14 @@ class Pipeline:
         self.pipeline = genai.VLMPipeline(folder, "CPU", ATTENTION_BACKEND="SDPA", INFERENCE_PRECISION_HINT="f32")
 
     def ask(self, prompt: str, image: Any, tokens: int, pruned: int, weight: float, to_the_end: bool) -> list[int]:
-        """Return the tokens of a greedy answer. to_the_end: do not stop at the model's end token."""
+        """Return the tokens of a greedy answer. If `to_the_end` is set, ignore the model's end token."""
         import numpy as np
 
-        genai, said = self.genai, []
+        genai, tokens_out = self.genai, []
 
         class Listener(genai.StreamerBase):
             def write(self, token: Any) -> Any:
-                said.extend(token if isinstance(token, list) else [token])
+                tokens_out.extend(token if isinstance(token, list) else [token])
                 return genai.StreamingStatus.RUNNING
 
             def end(self) -> None:
@@ -80,20 +80,20 @@ class Pipeline:
         config.pruning_ratio, config.relevance_weight = pruned, weight
         pixels = self.tensor(np.asarray(image)[None])
         self.pipeline.generate(prompt, images=[pixels], generation_config=config, streamer=Listener())
-        return said
+        return tokens_out
 
 
 @dataclass
 class Asked:
-    """One question, as our side sees it."""
+    """A question and its inputs and features in our engine."""
 
     example: Example
     image: Any
     prompt: str
     inputs: dict[str, Any]
-    visual: Tensor  # bool `[n]`, the visual places of the prompt
-    features: Tensor  # `[tokens, D]`
-    around: Tensor  # `[m, D]`, embeddings of all text outside of the image's tags
+    visual: Tensor  # bool, shape (sequence,): the visual tokens of the prompt
+    features: Tensor  # shape (tokens, hidden)
+    around: Tensor  # embeddings of all text outside of the image's tags, shape (text tokens, hidden)
     answers: dict[Any, str] = field(default_factory=dict)
 
     @property
@@ -102,7 +102,7 @@ class Asked:
 
 
 def asked(subject: Model, images: int, kinds: tuple[str, ...]) -> Iterator[Asked]:
-    """Questions about images whose sides are whole tokens, so that neither engine resizes."""
+    """Yield questions about images whose sides are multiples of the token size, so that neither engine resizes them."""
     config, unit = subject.model.config, 16
     chosen: set[int] = set()
     for example in load_heldout(kinds=kinds, folder=subject.heldout):
@@ -115,32 +115,37 @@ def asked(subject: Model, images: int, kinds: tuple[str, ...]) -> Iterator[Asked
         visual = ids == config.image_token_id
         text = ~visual & (ids != config.vision_start_token_id) & (ids != config.vision_end_token_id)
         with torch.no_grad():
-            found = subject.model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+            encoded = subject.model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
             embedded = subject.model.get_input_embeddings()(ids)
-        features = torch.cat([*getattr(found, "pooler_output", found)])
+        features = torch.cat([*getattr(encoded, "pooler_output", encoded)])
         yield Asked(example, image, subject.prompt([image], example.question), inputs, visual, features, embedded[text])
 
 
 def described(kept: Tensor, features: Tensor, text: Tensor, weight: float, halves: bool) -> float:
-    """Return which share of `kept` is what GenAI's source says. kept: places, ascending. features: `[n, D]`. text:
-    `[m, D]`.
+    """Return the share of `kept` that the formula of GenAI's source selects.
 
-    Relevance is the cosine to one mean embedding of all text, before and behind the image; the kernel is a linear mix
-    of cosines and of cosines weighed by it. With `halves` each half of the tokens is a set of its own, and gives half
-    of what is kept.
+    Relevance is the cosine to the mean embedding of all text before and after the image. The kernel is a linear mix of
+    the cosines and of the cosines weighted by relevance. With `halves`, each half of the tokens is a separate set and
+    gives half of the kept tokens.
+
+    Args:
+        kept: Ascending indices of kept tokens.
+        features: Shape (tokens, hidden).
+        text: Shape (text tokens, hidden).
+        weight: Weight of the relevance.
+        halves: Whether to split the tokens.
     """
     ends = [0, len(features) // 2, len(features)] if halves else [0, len(features)]
-    numbers = [len(kept) // 2, len(kept) - len(kept) // 2] if halves else [len(kept)]
+    counts = [len(kept) // 2, len(kept) - len(kept) // 2] if halves else [len(kept)]
     common = 0
-    for (start, end), number in zip(itertools.pairwise(ends), numbers, strict=True):
-        found = {place - start for place in kept.tolist() if start <= place < end}
-        common += max(len(found & set(one)) for one in greedy(features[start:end], text, weight, number))
+    for (start, end), count in zip(itertools.pairwise(ends), counts, strict=True):
+        kept_here = {index - start for index in kept.tolist() if start <= index < end}
+        common += max(len(kept_here & set(choice)) for choice in greedy(features[start:end], text, weight, count))
     return common / len(kept)
 
 
-def greedy(features: Tensor, text: Tensor, weight: float, number: int) -> Iterator[list[int]]:
-    """Yield what may be kept of one set of tokens: one choice for each token that may be the first, since rounding
-    decides where several are worth the same."""
+def greedy(features: Tensor, text: Tensor, weight: float, count: int) -> Iterator[list[int]]:
+    """Yield selections from one set of tokens, one per possible first token: rounding decides between equal gains."""
     x, mean = normalize(features.double(), dim=1), normalize(text.double().mean(0), dim=0)
     relevance = x @ mean
     relevance = (relevance - relevance.min()) / (relevance.max() - relevance.min() + 1e-6)
@@ -148,7 +153,7 @@ def greedy(features: Tensor, text: Tensor, weight: float, number: int) -> Iterat
     worth = kernel.diagonal()
     for pick in (worth > worth.max() - 1e-5).nonzero().flatten().tolist():
         gain, rows, picks = worth.clone(), torch.zeros(0, len(x), dtype=torch.double), []
-        for _ in range(number):
+        for _ in range(count):
             row = (kernel[pick] - rows[:, pick] @ rows) / gain[pick].clamp(min=1e-10).sqrt()
             rows, gain = torch.cat([rows, row[None]]), gain - row**2
             gain[pick] = -torch.inf
@@ -157,55 +162,55 @@ def greedy(features: Tensor, text: Tensor, weight: float, number: int) -> Iterat
         yield sorted(picks)
 
 
-def seen(one: Asked, probe: Pipeline, weight: float) -> Tensor:
-    """Return the places of the visual tokens that GenAI's language model is given, ascending."""
+def find_theirs(question: Asked, probe: Pipeline, weight: float) -> Tensor:
+    """Return the ascending indices of the visual tokens that reach GenAI's language model."""
     from openvino_export import FIRST_CODE
 
-    tokens = int(one.visual.sum())
-    codes = probe.ask(one.prompt, one.image, tokens + 1, PRUNED, weight, to_the_end=True)
-    length, *places = (code - FIRST_CODE for code in codes)
-    columns = int(one.inputs["image_grid_thw"][0, 2]) // 2
-    places = places[: length - int((~one.visual).sum())]
-    return torch.tensor([place // COLUMNS * columns + place % COLUMNS for place in places])
+    tokens = int(question.visual.sum())
+    codes = probe.ask(question.prompt, question.image, tokens + 1, PRUNED, weight, to_the_end=True)
+    length, *positions = (code - FIRST_CODE for code in codes)
+    columns = int(question.inputs["image_grid_thw"][0, 2]) // 2
+    positions = positions[: length - int((~question.visual).sum())]
+    return torch.tensor([position // COLUMNS * columns + position % COLUMNS for position in positions])
 
 
-def logit_gap(subject: Model, one: Asked, folder: Path) -> float:
-    """Return by how much the exported language model's logits differ from ours, at most; all tokens stay."""
+def logit_gap(subject: Model, question: Asked, folder: Path) -> float:
+    """Return the maximum difference of logits between the exported language model and ours, with all tokens."""
     import openvino as ov
 
-    given: dict[str, Any] = {}
+    captured: dict[str, Any] = {}
     hook = subject.model.model.language_model.register_forward_pre_hook(
-        lambda module, args, kwargs: given.update(kwargs), with_kwargs=True
+        lambda module, args, kwargs: captured.update(kwargs), with_kwargs=True
     )
     with torch.no_grad():
-        expected = subject.model(**one.inputs).logits
+        expected = subject.model(**question.inputs).logits
     hook.remove()
     language = ov.compile_model(folder / "openvino_language_model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    said = language({
-        "inputs_embeds": given["inputs_embeds"].numpy(), "attention_mask": one.inputs["attention_mask"].numpy(),
-        "position_ids": given["position_ids"][-3:].numpy(), "beam_idx": torch.zeros(1, dtype=torch.int).numpy(),
+    logits = language({
+        "inputs_embeds": captured["inputs_embeds"].numpy(), "attention_mask": question.inputs["attention_mask"].numpy(),
+        "position_ids": captured["position_ids"][-3:].numpy(), "beam_idx": torch.zeros(1, dtype=torch.int).numpy(),
     })["logits"]  # fmt: skip
-    return float((torch.from_numpy(said) - expected).abs().max())
+    return float((torch.from_numpy(logits) - expected).abs().max())
 
 
-def ours(subject: Model, one: Asked, theta: float, number: int) -> tuple[Tensor, str]:
-    """Return the places that our `cdpruner` keeps, and the answer."""
-    with tokenprune.patched(subject.model, "cdpruner", keep=number, theta=theta, record=True, guard="off"):
-        (answer,) = subject.generate(one.inputs)
+def ours(subject: Model, question: Asked, theta: float, keep: int) -> tuple[Tensor, str]:
+    """Return the indices of the tokens that our `cdpruner` keeps, and the answer."""
+    with tokenprune.patched(subject.model, "cdpruner", keep=keep, theta=theta, record=True, guard="off"):
+        (answer,) = subject.generate(question.inputs)
         kept = torch.tensor(tokenprune.stats(subject.model).cuts[0].kept[0])
-    return kept[one.visual[kept]] - one.first, answer
+    return kept[question.visual[kept]] - question.first, answer
 
 
-def with_tokens(subject: Model, one: Asked, places: Tensor) -> str:
-    """Return our answer to the tokens that another chose."""
-    Replay.kept = torch.zeros(1, int(one.visual.sum()), dtype=torch.bool)
-    Replay.kept[0, places] = True
-    with tokenprune.patched(subject.model, "replay", keep=len(places), guard="off"):
-        return subject.generate(one.inputs)[0]
+def with_tokens(subject: Model, question: Asked, indices: Tensor) -> str:
+    """Return our answer with the given tokens."""
+    Replay.kept = torch.zeros(1, int(question.visual.sum()), dtype=torch.bool)
+    Replay.kept[0, indices] = True
+    with tokenprune.patched(subject.model, "replay", keep=len(indices), guard="off"):
+        return subject.generate(question.inputs)[0]
 
 
-def right(one: Asked, answer: str) -> bool:
-    return one.example.is_right(answer.rstrip("."))
+def right(question: Asked, answer: str) -> bool:
+    return question.example.is_right(answer.rstrip("."))
 
 
 def measure(subject: Model, questions: list[Asked], folder: Path) -> Iterator[dict[str, Any]]:
@@ -218,33 +223,34 @@ def measure(subject: Model, questions: list[Asked], folder: Path) -> Iterator[di
     decode = subject.processor.tokenizer.decode
     tokens = subject.max_new_tokens
 
-    def answer(one: Asked, pipeline: Pipeline, pruned: int, weight: float) -> str:
-        said = pipeline.ask(one.prompt, one.image, tokens, pruned, weight, to_the_end=False)
-        return decode(said, skip_special_tokens=True)
+    def answer(question: Asked, pipeline: Pipeline, pruned: int, weight: float) -> str:
+        ids = pipeline.ask(question.prompt, question.image, tokens, pruned, weight, to_the_end=False)
+        return decode(ids, skip_special_tokens=True)
 
-    whole = Pipeline(exported)
-    plain = [(subject.generate(one.inputs)[0], answer(one, whole, 0, 0.5)) for one in questions]
+    pipeline = Pipeline(exported)
+    plain = [(subject.generate(question.inputs)[0], answer(question, pipeline, 0, 0.5)) for question in questions]
     yield {
         "pruned": 0, "questions": len(questions), "same_answer": sum(a == b for a, b in plain),
-        "right": sum(right(one, b) for one, (_, b) in zip(questions, plain, strict=True)),
-        "right_ours": sum(right(one, a) for one, (a, _) in zip(questions, plain, strict=True)),
+        "right": sum(right(question, b) for question, (_, b) in zip(questions, plain, strict=True)),
+        "right_ours": sum(right(question, a) for question, (a, _) in zip(questions, plain, strict=True)),
         "logit_gap": logit_gap(subject, questions[0], exported),
     }  # fmt: skip
     for threshold in (None, "0"):
         if threshold is not None:
             os.environ[SPLIT] = threshold
-        whole = Pipeline(exported)  # reads the environment
-        looking = Pipeline(exported, probe(width, vocabulary, questions[0].first, COLUMNS))
-        for weight, one in itertools.product(WEIGHTS, questions):
-            theirs = seen(one, looking, weight)
-            mine, said = ours(subject, one, weight, len(theirs))
-            their_answer = answer(one, whole, PRUNED, weight)
+        pipeline = Pipeline(exported)  # reads the environment
+        probed = Pipeline(exported, probe(width, vocabulary, questions[0].first, COLUMNS))
+        for weight, question in itertools.product(WEIGHTS, questions):
+            theirs = find_theirs(question, probed, weight)
+            mine, our_answer = ours(subject, question, weight, len(theirs))
+            their_answer = answer(question, pipeline, PRUNED, weight)
             yield {
-                "image": one.example.path.name, "question": one.example.question, "weight": weight,
-                "halves": threshold is None, "tokens": int(one.visual.sum()), "theirs": theirs.tolist(),
-                "ours": mine.tolist(), "right": right(one, their_answer), "right_ours": right(one, said),
-                "described": described(theirs, one.features, one.around, weight, threshold is None),
-                "same_answer": their_answer == with_tokens(subject, one, theirs),
+                "image": question.example.path.name, "question": question.example.question, "weight": weight,
+                "halves": threshold is None, "tokens": int(question.visual.sum()), "theirs": theirs.tolist(),
+                "ours": mine.tolist(), "right": right(question, their_answer),
+                "right_ours": right(question, our_answer),
+                "described": described(theirs, question.features, question.around, weight, threshold is None),
+                "same_answer": their_answer == with_tokens(subject, question, theirs),
             }  # fmt: skip
 
 
@@ -286,7 +292,7 @@ def _overlap(row: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=10)
-    parser.add_argument("--page", action="store_true", help="write the table of an earlier run into the page")
+    parser.add_argument("--page", action="store_true", help="write the table of the committed file into the page")
     args = parser.parse_args()
     if args.page:
         page()

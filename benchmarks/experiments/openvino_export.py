@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the shipped Qwen2.5-VL as OpenVINO GenAI's VLMPipeline reads it; openvino_cdpruner.py compares the two.
+"""Export the shipped Qwen2.5-VL in the format of OpenVINO GenAI's VLMPipeline, for openvino_cdpruner.py.
 
-optimum-intel does this for models that it knows; here it is done by hand, so that nothing but `openvino-genai` has to
-be installed beside tokenprune, and the language model can be exchanged for one that says what it was given (`probe`).
+optimum-intel exports the models that it supports. This export is by hand: it needs no package except `openvino-genai`,
+and the language model can be replaced by one that reports its inputs (`probe`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb
 
-FIRST_CODE = 10  # of the probe's answers: lower ones are special tokens
+FIRST_CODE = 10  # smallest token id in the probe's answers; smaller ids are special tokens
 _TYPES = {torch.float32: ov.Type.f32, torch.int64: ov.Type.i64, torch.int32: ov.Type.i32}
-LONGEST = 576  # of what the probe can say; the vocabulary has 640 tokens
+LONGEST = 576  # maximum value of a probe answer; the vocabulary has 640 tokens
 
 
 class Merger(nn.Module):
-    """The vision tower behind its patch embedding. Windows are computed by the pipeline."""
+    """The vision tower after its patch embedding. The pipeline computes the windows."""
 
     def __init__(self, tower: Any) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class Merger(nn.Module):
         x = self._in_windows(hidden_states, window_index)
         angles = self._in_windows(rotary_pos_emb, window_index)
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(0)
-        for number, block in enumerate(self.tower.blocks):
-            mask = attention_mask if number in self.tower.fullatt_block_indexes else window_attention_mask
+        for index, block in enumerate(self.tower.blocks):
+            mask = attention_mask if index in self.tower.fullatt_block_indexes else window_attention_mask
             x = x + self._attend(block.attn, block.norm1(x), angles, mask)
             x = x + block.mlp(block.norm2(x))
         return self.tower.merger(x)[torch.argsort(window_index)]
@@ -58,8 +58,7 @@ class Merger(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The language model, from embeddings to logits, with the keys and values of each layer as further arguments and
-    results."""
+    """The language model from embeddings to logits. Keys and values of each layer are extra arguments and results."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -70,22 +69,22 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, ...]:
         x, before = inputs_embeds, past[0].shape[2]
         cos, sin = self.decoder.rotary_emb(x, position_ids)
-        places = torch.arange(attention_mask.shape[1])
-        causal = places[None] <= places[before:, None]
+        indices = torch.arange(attention_mask.shape[1])
+        causal = indices[None] <= indices[before:, None]
         mask = torch.where(causal & attention_mask.bool()[:, None, None], 0.0, torch.finfo(torch.float32).min)
         now: list[Tensor] = []
-        for number, layer in enumerate(self.decoder.layers):
+        for index, layer in enumerate(self.decoder.layers):
             attention, h = layer.self_attn, layer.input_layernorm(x)
             q, k, v = (
                 project(h).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
                 for project in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
             q, k = apply_rotary_pos_emb(q, k, cos, sin)
-            for new, old in zip((k, v), past[2 * number : 2 * number + 2], strict=True):
+            for new, old in zip((k, v), past[2 * index : 2 * index + 2], strict=True):
                 now.append(torch.cat((old.index_select(0, beam_idx), new), dim=2))
             repeated = (
-                one.unsqueeze(2).expand(-1, -1, attention.num_key_value_groups, -1, -1).flatten(1, 2)
-                for one in now[-2:]
+                states.unsqueeze(2).expand(-1, -1, attention.num_key_value_groups, -1, -1).flatten(1, 2)
+                for states in now[-2:]
             )
             out = nn.functional.scaled_dot_product_attention(q, *repeated, mask)
             x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
@@ -94,7 +93,7 @@ class Decoder(nn.Module):
 
 
 def export(model: Any, processor: Any, folder: Path) -> None:
-    """Write a Qwen2.5-VL of float32 with its processor into an empty folder."""
+    """Write a float32 Qwen2.5-VL and its processor into an empty folder."""
     tower, text = model.model.visual, model.config.text_config
     width, patches = tower.config.hidden_size, 32
     channels = 3 * tower.config.temporal_patch_size * tower.config.patch_size**2
@@ -117,8 +116,8 @@ def export(model: Any, processor: Any, folder: Path) -> None:
     write("text_embeddings", model.get_input_embeddings(), {"input": (ids, [-1, -1])})
     heads, head = text.num_key_value_heads, text.hidden_size // text.num_attention_heads
     past = {
-        f"past_key_values.{number}.{kind}": (torch.zeros(1, heads, 2, head), [-1, heads, -1, head])
-        for number in range(text.num_hidden_layers)
+        f"past_key_values.{index}.{kind}": (torch.zeros(1, heads, 2, head), [-1, heads, -1, head])
+        for index in range(text.num_hidden_layers)
         for kind in ("key", "value")
     }
     arguments = {
@@ -138,18 +137,18 @@ class _Writer:
         self.folder = folder
 
     def converted(self, module: nn.Module, arguments: dict[str, tuple[Tensor, list[int]]]) -> ov.Model:
-        """arguments: by name an example and a shape, -1 where it varies."""
+        """Convert a module. `arguments` maps names to an example and a shape, with -1 for variable sizes."""
         examples = tuple(example for example, _ in arguments.values())
         with torch.no_grad():
-            made = ov.convert_model(module.eval(), example_input=examples)
-        for port, (name, (example, shape)) in zip(made.inputs, arguments.items(), strict=True):
+            model = ov.convert_model(module.eval(), example_input=examples)
+        for port, (name, (example, shape)) in zip(model.inputs, arguments.items(), strict=True):
             port.get_tensor().set_names({name})
             node = port.get_node()
             node.set_friendly_name(name)
             node.set_partial_shape(ov.PartialShape(shape))
             node.set_element_type(_TYPES[example.dtype])
-        made.validate_nodes_and_infer_types()
-        return made
+        model.validate_nodes_and_infer_types()
+        return model
 
     def __call__(self, name: str, module: nn.Module, arguments: dict[str, tuple[Tensor, list[int]]]) -> None:
         model = self.converted(module, arguments)
@@ -157,7 +156,7 @@ class _Writer:
 
 
 def _stateful(model: ov.Model, past: list[str]) -> ov.Model:
-    """Keep keys and values within the model, empty at first."""
+    """Keep keys and values as state of the model, initially empty."""
     model.outputs[0].get_tensor().set_names({"logits"})
     names = {}
     for old, port in zip(past, model.outputs[1:], strict=True):
@@ -175,10 +174,16 @@ def _stateful(model: ov.Model, past: list[str]) -> ov.Model:
 
 
 def probe(width: int, vocabulary: int, first: int, columns: int) -> ov.Model:
-    """Return a language model whose answer is what it was given: the number of tokens of the prompt, then for each
-    visual token that it sees its place, row * columns + column; all from FIRST_CODE on.
+    """Build a language model that answers with its inputs, as codes from FIRST_CODE on.
 
-    width: of an embedding. first: the place of the first visual token. columns: of the image's grid of tokens.
+    The first code is the number of prompt tokens. Each further code is the grid index of a visual token that the model
+    received: row * columns + column.
+
+    Args:
+        width: Size of an embedding.
+        vocabulary: Number of logits.
+        first: Position of the first visual token.
+        columns: Columns of the image's token grid.
     """
     embeds = ops.parameter([-1, -1, width], np.float32, name="inputs_embeds")
     mask = ops.parameter([-1, -1], np.int64, name="attention_mask")
@@ -187,24 +192,26 @@ def probe(width: int, vocabulary: int, first: int, columns: int) -> ov.Model:
     inputs = [embeds, mask, positions, beams]
     for node in inputs:
         node.output(0).get_tensor().set_names({node.get_friendly_name()})
-    # In float32, which the CPU plugin keeps as a state: the positions of the prompt, whatever comes later.
-    seen = ops.read_value(ops.convert(positions, "f32"), "seen", np.float32, [3, -1, -1])
-    tokens = ops.gather(ops.shape_of(seen, "i32"), np.int32(2), np.int32(0))
+    # Store the prompt's positions as a state, in float32 for the CPU plugin. Later steps do not change them.
+    prompt_positions = ops.read_value(ops.convert(positions, "f32"), "seen", np.float32, [3, -1, -1])
+    tokens = ops.gather(ops.shape_of(prompt_positions, "i32"), np.int32(2), np.int32(0))
     step = ops.subtract(ops.gather(ops.shape_of(mask, "i32"), np.int32(1), np.int32(0)), tokens)
-    place = ops.unsqueeze(ops.add(step, np.int32(first - 1)), np.int32(0))
-    at = ops.squeeze(ops.gather(seen, place, np.int32(2)), np.int32([2]))  # [3, batch]
-    row, column = (ops.subtract(ops.gather(at, np.int32(axis), np.int32(0)), np.float32(first)) for axis in (1, 2))
-    said = ops.add(ops.multiply(row, np.float32(columns)), column)
-    beginning = ops.broadcast(ops.convert(tokens, "f32"), ops.shape_of(said))
-    said = ops.clamp(ops.select(ops.equal(step, np.int32(0)), beginning, said), 0.0, float(LONGEST))
-    code = ops.unsqueeze(ops.convert(ops.add(said, np.float32(FIRST_CODE)), "i32"), np.int32(1))
+    index = ops.unsqueeze(ops.add(step, np.int32(first - 1)), np.int32(0))
+    position = ops.squeeze(ops.gather(prompt_positions, index, np.int32(2)), np.int32([2]))  # [3, batch]
+    row, column = (
+        ops.subtract(ops.gather(position, np.int32(axis), np.int32(0)), np.float32(first)) for axis in (1, 2)
+    )
+    value = ops.add(ops.multiply(row, np.float32(columns)), column)
+    beginning = ops.broadcast(ops.convert(tokens, "f32"), ops.shape_of(value))
+    value = ops.clamp(ops.select(ops.equal(step, np.int32(0)), beginning, value), 0.0, float(LONGEST))
+    code = ops.unsqueeze(ops.convert(ops.add(value, np.float32(FIRST_CODE)), "i32"), np.int32(1))
     logits = ops.one_hot(code, np.int32(vocabulary), np.float32(9), np.float32(0), -1)
-    # What the pipeline fills in has to be used, or it is not there.
+    # The pipeline sets these inputs, and unused inputs would be removed.
     unused = ops.multiply(ops.add(ops.reduce_sum(embeds, np.int64([0, 1, 2])),
                                   ops.convert(ops.reduce_sum(beams, np.int64([0])), "f32")), np.float32(0))  # fmt: skip
     result = ops.result(ops.add(logits, unused), name="logits")
     result.output(0).get_tensor().set_names({"logits"})
-    return ov.Model([result], [ops.assign(seen, "seen")], inputs, "probe")
+    return ov.Model([result], [ops.assign(prompt_positions, "seen")], inputs, "probe")
 
 
 def _write_configs(model: Any, processor: Any, folder: Path) -> None:
@@ -232,13 +239,15 @@ def _write_configs(model: Any, processor: Any, folder: Path) -> None:
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer, whose tokens are whole words, as WordPiece with nothing to continue a word: OpenVINO
-    knows that kind, and both give words of the vocabulary the same numbers."""
+    """Write the word-level tokenizer as WordPiece without continuations, a kind that OpenVINO supports.
+
+    Ids are equal.
+    """
     same = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     vocabulary = json.loads(same.to_str())["model"]["vocab"]
     same.model = models.WordPiece(vocabulary, unk_token=tokenizer.unk_token)
     special = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     wrapped = PreTrainedTokenizerFast(tokenizer_object=same, **special)
-    made = openvino_tokenizers.convert_tokenizer(wrapped, with_detokenizer=True)
-    for name, one in zip(("tokenizer", "detokenizer"), made, strict=True):
-        ov.save_model(one, folder / f"openvino_{name}.xml")
+    converted = openvino_tokenizers.convert_tokenizer(wrapped, with_detokenizer=True)
+    for name, model in zip(("tokenizer", "detokenizer"), converted, strict=True):
+        ov.save_model(model, folder / f"openvino_{name}.xml")

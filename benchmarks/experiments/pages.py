@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods at a half, a third and a quarter of the tokens of drawn pages of a thousand tokens and more.
+"""Compare methods at a half, a third and a quarter of the tokens of drawn pages with 1,000 tokens and more.
 
     python benchmarks/experiments/pages.py
     python dev/readme.py
 
-Letters, tables, receipts and two pages at once, each with four questions, two of which have to be read. The tower runs
-once on the pages of a prompt for all methods that act after it and read nothing of it; their answers are those of the
-whole model. Methods that read it, or act in it or on pixels, run it once a prompt. What draws answers with seed 0.
-The sizes of letters and how full pages are were chosen on drawings of other seeds.
+The prompts show letters, tables, receipts and pairs of pages, each with four questions, two of which require reading.
+For methods that act after the tower and read nothing from it, the tower runs once per prompt and its output is shared;
+this does not change their answers. Other methods run the tower once per prompt. Random methods use seed 0. Letter sizes
+and text density were chosen on drawings of other seeds. The raw file is results/pages.jsonl.
 
-What was expected, before the first run: at a half `divprune`, `prunesid` and `tome` within 5 points of the unpatched
-model, or above it, since fewer plain tokens distract it less; at a quarter 5 to 10 behind. `random`, `uniform` and
-`pool` 10 behind at a half and 25 at a quarter, in text more; `pixelprune` with the best at every keep; `downsample`
-last in text. Methods that read the tower's attention behind `divprune`.
+Expectations before the first run: at a half, `divprune`, `prunesid` and `tome` within 5 points of the unpatched model,
+or above it, since fewer plain tokens distract the model; at a quarter, 5 to 10 below. `random`, `uniform` and `pool` 10
+below at a half and 25 at a quarter, more in text; `pixelprune` among the best at every keep; `downsample` worst in
+text. Methods that read the tower's attention below `divprune`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from tokenprune_demo.drawn_sets import DrawnExample, draw_set
 FILE = Path(__file__).parents[1] / "results/pages.jsonl"
 KEEPS = (0.5, 0.25, 0.33)
 UNPATCHED = "unpatched"
-UNIT = 16  # pixels a side of a visual token
+UNIT = 16  # pixels per side of a visual token
 AFTER = ("divprune", "random", "prunesid", "pool", "uniform", "cdpruner", "resprune", "otprune", "eadp", "restore")
-# At every keep those of the first row, then the next: a run that is cut off should have these. @0: at block 0.
+# The first row runs at every keep, then the next, so that an interrupted run has the main methods. @0: at block 0.
 METHODS = (
     ("divprune", "random", "pixelprune", "prunesid", "pool"),
     ("downsample", "tome", "uniform", "cdpruner"),
@@ -52,37 +52,37 @@ METHODS = (
 
 
 def encode(subject: Model, asked: list[DrawnExample]) -> tuple[dict[str, Any], Any]:
-    """Return the arguments for the questions of a prompt, but pixels, and what the tower makes of its pages."""
-    inputs = subject.inputs([one.images for one in asked], [one.question for one in asked])
+    """Return the inputs of a prompt's questions without pixels, and the tower's output for its pages."""
+    inputs = subject.inputs([question.images for question in asked], [question.question for question in asked])
     pixels, grids, pages = inputs.pop("pixel_values"), inputs["image_grid_thw"], len(asked[0].images)
     patches = int(grids[:pages].prod(-1).sum())
     return inputs, subject.adapter.base.get_image_features(pixels[:patches], grids[:pages])
 
 
 def encode_for_all(subject: Model, asked: list[DrawnExample]) -> tuple[dict[str, Any], Any]:
-    """Return the same for every method that acts after the tower."""
-    with tokenprune.patched(subject.model, AFTER[0], guard="off"):  # which notes the grids of pages, as all of them do
+    """Return the same for all methods that act after the tower."""
+    with tokenprune.patched(subject.model, AFTER[0], guard="off"):  # the patch records the grids of the pages
         return encode(subject, asked)
 
 
 def answers(subject: Model, asked: list[DrawnExample], inputs: dict[str, Any], encoded: Any) -> str:
-    """Return which answers are right, a 1 or 0 each."""
-    said = subject.generate(dict(inputs), mm_encoder_outputs={"image": repeated(encoded, len(asked))})
-    right = get_metric(subject.metric).score(said, [one.answers for one in asked])
-    return "".join(str(int(one)) for one in right)
+    """Return the right answers as a string of 1 and 0."""
+    texts = subject.generate(dict(inputs), mm_encoder_outputs={"image": repeated(encoded, len(asked))})
+    right = get_metric(subject.metric).score(texts, [question.answers for question in asked])
+    return "".join(str(int(score)) for score in right)
 
 
 def run(subject: Model, asked: list[list[DrawnExample]], cases: list[tuple[str, float]], write: Callable) -> None:
-    """Ask in every case; write gets the row of each."""
-    whole = []
+    """Ask all questions in every case and write a row for each case."""
+    encoded = []
     if any(name in (UNPATCHED, *AFTER) for name, _ in cases):
-        whole = [encode_for_all(subject, questions) for questions in asked]
+        encoded = [encode_for_all(subject, questions) for questions in asked]
     pixels = (sum(page.width * page.height for page in questions[0].images) for questions in asked)
-    sizes = [len(asked[0]) * number / UNIT**2 for number in pixels]  # tokens of all rows of a prompt
+    sizes = [len(asked[0]) * num_pixels / UNIT**2 for num_pixels in pixels]  # tokens in all rows of a prompt
     for name, keep in cases:
         row: dict[str, Any] = {"record": "result", "method": name, "keep": keep}
         if name == UNPATCHED:
-            right = [answers(subject, questions, *known) for questions, known in zip(asked, whole, strict=True)]
+            right = [answers(subject, questions, *known) for questions, known in zip(asked, encoded, strict=True)]
             write(row | {"right": "".join(right)})
             continue
         method, _, block = name.partition("@")
@@ -90,38 +90,38 @@ def run(subject: Model, asked: list[list[DrawnExample]], cases: list[tuple[str, 
         options: dict[str, Any] = {"processor": subject.processor} if site is Site.PRE_ENCODER else {}
         options |= {"layer": int(block)} if block else {}
         try:
-            right, left = [], []
+            right, shares = [], []
             with tokenprune.patched(subject.model, method, keep=keep, guard="off", **options):
-                for place, questions in enumerate(asked):
-                    shown = whole[place] if name in AFTER else encode(subject, questions)
+                for index, questions in enumerate(asked):
+                    shown = encoded[index] if name in AFTER else encode(subject, questions)
                     right.append(answers(subject, questions, *shown))
-                    left.append(tokenprune.stats(subject.model).visual_tokens_out / sizes[place])
+                    shares.append(tokenprune.stats(subject.model).visual_tokens_out / sizes[index])
         except TokenPruneError as refusal:
             write({"record": "skipped", "method": name, "keep": keep, "reason": str(refusal)})
             continue
-        write(row | {"left": round(fmean(left), 3), "right": "".join(right)})
+        write(row | {"left": round(fmean(shares), 3), "right": "".join(right)})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=75, help="how many, 75 at most")
+    parser.add_argument("--prompts", type=int, default=75, help="number of prompts, at most 75")
     parser.add_argument("--methods", default=",".join(name for row in METHODS for name in row))
-    parser.add_argument("--json", type=Path, default=FILE, help="goes on where this file ends")
+    parser.add_argument("--json", type=Path, default=FILE, help="raw file; an existing file is continued")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     subject, asked, console = load_model("demo_qwen"), documents(args.prompts, "pages"), Console()
-    flat = [one for questions in asked for one in questions]
+    flat = [question for questions in asked for question in questions]
     header = {
         "record": "header", **subject.environment(), "prompts": len(asked), "questions": len(flat),
-        "kinds": [one.kind for one in flat], "layouts": [one.ground for one in flat],
+        "kinds": [question.kind for question in flat], "layouts": [question.ground for question in flat],
         "digest": draw_set("pages", args.prompts).about()["digest"],
     }  # fmt: skip
     known = [json.loads(line) for line in args.json.read_text().splitlines()] if args.json.exists() else []
     if known and any(known[0][name] != header[name] for name in ("weights", "digest")):
-        raise SystemExit("the file holds answers of another model, or to other pages: name another file")
-    done = {(one["method"], one["keep"]) for one in known[1:]}
+        raise SystemExit("The file has answers of another model or to other pages. Pass another --json.")
+    done = {(record["method"], record["keep"]) for record in known[1:]}
     cases = [
         (UNPATCHED, 1.0),
         *((name, keep) for row in METHODS for keep in KEEPS for name in row if name in args.methods.split(",")),

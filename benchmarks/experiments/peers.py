@@ -43,8 +43,11 @@ def published() -> list[dict[str, Any]]:
 
 
 def by_flops(visual: int, layers: list[int]) -> float:
-    """Return unpatched over patched prefill FLOPs of a 7 B LLaVA's decoder. layers: visual tokens per layer."""
-    shape, text = DecoderShape.from_config(SHAPES[0].made().get_text_config()), BEFORE + AFTER
+    """Return unpatched / patched prefill FLOPs of a 7 B LLaVA's decoder.
+
+    `layers` has the visual tokens of each layer.
+    """
+    shape, text = DecoderShape.from_config(SHAPES[0].build_config().get_text_config()), BEFORE + AFTER
     unpatched = shape.prefill_flops([visual + text] * len(layers))
     return unpatched / shape.prefill_flops([kept + text for kept in layers])
 

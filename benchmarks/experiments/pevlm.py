@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How time and memory of a prefill grow with the frames of a video: attention in blocks (pevlm) beside full attention.
+"""Measure the growth of prefill time and memory with the frames of a video: block attention (pevlm) and full attention.
 
     python benchmarks/experiments/pevlm.py --json benchmarks/results/pevlm.jsonl
 
-32 visual tokens a frame and 64 text tokens, on a Qwen2-VL decoder with random weights; the video is encoded beforehand.
-"attention" is one layer's attention alone, "prefill" the model's forward, "padded" that of two rows of which one is
-padded on the left (memory alone: full attention then makes a mask of all pairs). Blocks are those of the defaults, with
-min_frames=1 so that the short videos too are read in blocks. Times: processor time of one thread, both ways in turn in
-one process, medians over the rounds. Memory: what the peak of a fresh process rises by. Exponents: straight lines
-through the logarithms.
+The model is a Qwen2-VL decoder with random weights; a prompt has 32 visual tokens per frame and 64 text tokens. The
+video is encoded beforehand. "attention" is the attention of one layer, "prefill" is the model's forward, and "padded"
+is a forward of two rows, one padded on the left (memory only: full attention then builds a mask of all pairs). Blocks
+use the defaults, with min_frames=1 so that short videos use blocks, too. Times are CPU times of one thread, both
+variants in turn in one process, as medians over rounds. Memory is the rise of the peak of a fresh process. Exponents
+are slopes of linear fits to the logarithms.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ METHOD = tokenprune.method("pevlm", min_frames=1)
 
 
 def parts(frames: int) -> Parts:
-    """The parts of a prompt with half of its text on either side of the video."""
+    """Return the parts of a prompt with half of its text before and half after the video."""
     before, length = TEXT // 2, TEXT + frames * PER_FRAME
     video = Visual.from_positions("video", range(before, before + frames * PER_FRAME), frames)
     starts = METHOD.block_starts([video], length)
@@ -57,7 +57,7 @@ def parts(frames: int) -> Parts:
 
 
 def attention(frames: int, way: str) -> Callable[[], object]:
-    """Return a function that computes one layer's attention."""
+    """Return a function that computes the attention of one layer."""
     length, cut = TEXT + frames * PER_FRAME, parts(frames)
     query = torch.randn(1, HEADS, length, WIDTH)
     key, value = (torch.randn(1, KV_HEADS, length, WIDTH) for _ in range(2))
@@ -82,7 +82,7 @@ def build() -> Qwen2VLForConditionalGeneration:
 
 
 def prefill(frames: int, way: str, model: Qwen2VLForConditionalGeneration, rows: int = 1) -> Callable[[], object]:
-    """Return a function that runs the model's forward; patched in advance if `way` is "blocks"."""
+    """Return a function that runs the model's forward. The model is patched in advance if `way` is "blocks"."""
     ids = torch.randint(8, 1024, (rows, TEXT + frames * PER_FRAME))
     ids[:, TEXT // 2 : TEXT // 2 + frames * PER_FRAME] = VIDEO_ID
     mask = torch.ones_like(ids)
@@ -112,7 +112,7 @@ def prefill(frames: int, way: str, model: Qwen2VLForConditionalGeneration, rows:
 
 
 def times(rounds: int, console: Console) -> dict[tuple[str, str, int], list[float]]:
-    """Processor seconds of each run, which a busy machine changes little; what is compared takes turns."""
+    """Return the CPU seconds of each run. All runs take turns in each round."""
     model = build()
     runs = {("attention", way, frames): attention(frames, way) for frames in FRAMES for way in WAYS}
     runs |= {("prefill", way, frames): prefill(frames, way, model) for frames in FRAMES for way in WAYS}
@@ -128,30 +128,30 @@ def times(rounds: int, console: Console) -> dict[tuple[str, str, int], list[floa
     return seconds
 
 
-def rise(what: str, way: str, frames: int, threads: int) -> int:
-    """Bytes that this process's peak rises by in one run."""
+def rise(quantity: str, way: str, frames: int, threads: int) -> int:
+    """Return the bytes that this process's peak memory rises by in one run."""
     torch.set_num_threads(threads)
-    model = None if what == "attention" else build()
+    model = None if quantity == "attention" else build()
 
-    def made(count: int) -> Callable[[], object]:
-        if what == "attention":
+    def build_run(count: int) -> Callable[[], object]:
+        if quantity == "attention":
             return attention(count, way)
-        return prefill(count, way, model, rows=2 if what == "padded" else 1)
+        return prefill(count, way, model, rows=2 if quantity == "padded" else 1)
 
     def memory(line: str) -> int:
         return next(int(x.split()[1]) for x in Path("/proc/self/status").open() if x.startswith(line)) * 1024
 
     with torch.inference_mode():
-        made(12)()  # what is loaded once
-        run = made(frames)
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        build_run(12)()  # one-time allocations
+        run = build_run(frames)
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = memory("VmRSS")
         run()
     return memory("VmHWM") - before
 
 
 def exponent(values: dict[int, float]) -> float:
-    """b of the line log(value) = a + b log(frames) through the points."""
+    """Return the slope of log(value) over log(frames)."""
     x, y = ([math.log(v) for v in side] for side in (values.keys(), values.values()))
     return statistics.linear_regression(x, y).slope
 
@@ -164,10 +164,12 @@ def main() -> None:
     add_options(parser, resume=False)
     args = parser.parse_args()
     console = Console()
-    points = [(what, way, frames) for what in ("attention", "prefill", "padded") for frames in FRAMES for way in WAYS]
+    points = [
+        (quantity, way, frames) for quantity in ("attention", "prefill", "padded") for frames in FRAMES for way in WAYS
+    ]
     peaks = {}
     for point in track(points, description="memory", console=console):
-        # Forked before this process computed anything: nothing of torch's is shared but its code.
+        # Fork before this process computes anything, so that no tensors are shared.
         with multiprocessing.get_context("fork").Pool(1) as pool:
             peaks[point] = pool.apply(rise, (*point, args.threads))
     torch.set_num_threads(args.threads)
@@ -189,14 +191,14 @@ def main() -> None:
 
     for way, counts in zip(WAYS, (full_pairs, pairs), strict=True):
         add("pairs of query and key, millions", way, 1e6, 2, counts)
-    for what in ("attention", "prefill"):
+    for quantity in ("attention", "prefill"):
         for way in WAYS:
-            raw = {frames: seconds[what, way, frames] for frames in FRAMES}
+            raw = {frames: seconds[quantity, way, frames] for frames in FRAMES}
             middle = {frames: statistics.median(all_) for frames, all_ in raw.items()}
-            add(f"{what}, ms", way, 1e-3, 1, middle, seconds=list(raw.values()), **timed)
-    for what in ("attention", "prefill", "padded"):
+            add(f"{quantity}, ms", way, 1e-3, 1, middle, seconds=list(raw.values()), **timed)
+    for quantity in ("attention", "prefill", "padded"):
         for way in WAYS:
-            add(f"{what}, peak MiB", way, 2**20, 1, {frames: peaks[what, way, frames] for frames in FRAMES})
+            add(f"{quantity}, peak MiB", way, 2**20, 1, {frames: peaks[quantity, way, frames] for frames in FRAMES})
     console.print(table)
     if args.json:
         header = {

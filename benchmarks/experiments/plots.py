@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the quiet rows of the speed benchmarks from their JSON lines: an image beside each file of results.
+"""Draw the rows of the speed benchmarks that were measured on an idle machine, as PNG files beside their raw files.
 
-python benchmarks/experiments/plots.py                                   # all of benchmarks/results/<device>/
-python benchmarks/experiments/plots.py benchmarks/results/cpu            # one of them
+python benchmarks/experiments/plots.py                                   # all folders benchmarks/results/DEVICE/
+python benchmarks/experiments/plots.py benchmarks/results/cpu            # one folder
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tokenprune_bench.report.png import create_panels, draw_curve, to_png, use_d
 
 
 def efficiency(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
-    """Efficiency of each method, one panel a case; whiskers from p20 to p80."""
-    cases = sorted({(one["visual"], one["keep"]) for one in records})
+    """Draw the efficiency of each method, with one panel per case and error bars from p20 to p80."""
+    cases = sorted({(record["visual"], record["keep"]) for record in records})
     titles = [f"{visual} -> {keep} visual tokens, {header['device']}" for visual, keep in cases]
     figure, row = create_panels(titles, 5, 4)
     for axes, case in zip(row, cases, strict=True):
-        shown = [one for one in records if (one["visual"], one["keep"]) == case and "efficiency" in one]
+        shown = [record for record in records if (record["visual"], record["keep"]) == case and "efficiency" in record]
         for which, marker, label in (("efficiency", "o", "wall time"), ("cpu_efficiency", "x", "CPU time")):
-            points = [(one["method"], *(one[which][name] for name in ("p50", "p20", "p80"))) for one in shown]
+            points = [(record["method"], *(record[which][name] for name in ("p50", "p20", "p80"))) for record in shown]
             draw_curve(axes, points, label, marker=marker, linestyle="none")
         axes.axhline(0.95, color="grey", linestyle=":")
         axes.tick_params(axis="x", rotation=45)
@@ -35,14 +35,14 @@ def efficiency(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
 
 
 def scaling(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
-    """Seconds and bytes against tokens, both logarithmic."""
+    """Draw seconds and bytes over tokens, both logarithmic."""
     figure, row = create_panels([header["device"]] * 2, 5.5, 4.5)
     for axes, key, label in zip(row, ("seconds", "peak"), ("seconds", "peak, bytes"), strict=True):
-        for one in records:
-            points = [(int(n), p[key]) for n, p in one["points"].items() if p.get(key)]
+        for record in records:
+            points = [(int(n), p[key]) for n, p in record["points"].items() if p.get(key)]
             if points:
-                line = "-" if one["what"] == "selection" else "--"
-                draw_curve(axes, points, f"{one['what']}: {one['method']}", linestyle=line)
+                line = "-" if record["what"] == "selection" else "--"
+                draw_curve(axes, points, f"{record['what']}: {record['method']}", linestyle=line)
         axes.set(xscale="log", yscale="log", xlabel="visual tokens of an image", ylabel=label)
     row[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return to_png(figure, dpi=100)
@@ -63,7 +63,7 @@ def main() -> None:
             if records:
                 image.write_bytes(draw(header, records))
             else:
-                image.unlink(missing_ok=True)  # of no quiet row
+                image.unlink(missing_ok=True)  # all rows are from a loaded machine
 
 
 if __name__ == "__main__":

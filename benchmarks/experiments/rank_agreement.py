@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a benchmark puts methods into the order in which papers put them: Kendall's tau, with its interval.
+"""Compare the order of methods in a benchmark with their order in papers: Kendall's tau, with its interval.
 
-The published order is that of LLaVA-1.5-7B at 192, 128 or 64 of 576 tokens: the mean of what the sources in
-experiments/papers/llava15_7b.json print for a method. Ours is the share of right answers at one `keep`. The interval
-comes from drawing the benchmark's images anew, with all their questions; the published numbers have none, so it says
-nothing of theirs.
+The published order is for LLaVA-1.5-7B at 192, 128 or 64 of 576 tokens: the mean of the numbers that the sources in
+experiments/papers/llava15_7b.json print for a method. Our order is by the share of right answers at one `keep`. The
+interval is a bootstrap over the benchmark's images with all their questions. It does not cover the uncertainty of the
+published numbers.
 """
 
 from __future__ import annotations
@@ -22,37 +22,47 @@ RESAMPLES = 500
 
 
 def published_scores(methods: Sequence[str], budget: int) -> dict[str, float]:
-    """Return the mean published percentage at 192, 128 or 64 tokens of each of `methods` that has one."""
+    """Return the mean published percentage of each method with a number at 192, 128 or 64 tokens."""
     data = published()
-    found = {name: [row.average for row in data.of(name, budget) if row.average is not None] for name in methods}
-    return {name: fmean(values) for name, values in found.items() if values}
+    averages = {
+        name: [row.average for row in data.get_rows(name, budget) if row.average is not None] for name in methods
+    }
+    return {name: fmean(values) for name, values in averages.items() if values}
 
 
 def answers(records: Sequence[Mapping[str, Any]], keep: float) -> dict[str, np.ndarray]:
-    """Return for each method at `keep` how right each question is, averaged over its seeds: float `[questions]`."""
-    rows = [one for one in records if one["record"] == "result" and one["keep"] == keep and one["site"] is not None]
+    """Return the score of each question for each method at `keep`, averaged over seeds: float, shape (questions,)."""
+    rows = [
+        record
+        for record in records
+        if record["record"] == "result" and record["keep"] == keep and record["site"] is not None
+    ]
     return {row["method"]: np.mean([[int(c) for c in seed] for seed in row["right"]], axis=0) for row in rows}
 
 
 def images_of(header: Mapping[str, Any]) -> list[int]:
-    """Return the number of each question's image. Older headers lack it: each image has one question of each kind."""
+    """Return the image index of each question. Older headers lack it: each image has one question of each kind."""
     if "image_of_question" in header:
         return header["image_of_question"]
-    return [number // len(header["kinds"]) for number in range(len(header["kind_of_question"]))]
+    return [index // len(header["kinds"]) for index in range(len(header["kind_of_question"]))]
 
 
 def agreement(
     scores: Mapping[str, np.ndarray], theirs: Mapping[str, float], images: Sequence[int], resamples: int = RESAMPLES
 ) -> dict[str, float]:
-    """Return Kendall's tau-b between the order of our means and `theirs`, with its 95 % interval.
+    """Return Kendall's tau-b between the order of our mean scores and `theirs`, with its 95 % interval.
 
-    scores: by method, of each question. images: the number of each question's image.
+    Args:
+        scores: Scores of the questions, by method.
+        theirs: Published score of each method.
+        images: Image index of each question.
+        resamples: Number of bootstrap samples.
     """
     names = sorted(theirs)
-    _, places, asked = np.unique(images, return_inverse=True, return_counts=True)
-    ours = np.zeros((len(names), len(asked)))  # right answers of each image
+    _, indices, asked = np.unique(images, return_inverse=True, return_counts=True)
+    ours = np.zeros((len(names), len(asked)))  # right answers per image
     for row, name in zip(ours, names, strict=True):
-        np.add.at(row, places, scores[name])
+        np.add.at(row, indices, scores[name])
     ranks = [theirs[name] for name in names]
     generator = np.random.default_rng(0)
     draws = generator.integers(len(asked), size=(resamples, len(asked)))

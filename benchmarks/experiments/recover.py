@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tuning under pruning gives back of what pruning costs: projector and LoRA on the decoder of demo_qwen.
+"""Measure the accuracy that tuning under pruning recovers: projector and LoRA on the decoder of demo_qwen.
 
     python benchmarks/experiments/recover.py --json benchmarks/results/recover.jsonl
     python dev/readme.py
 
-demo_qwen is the fair one of the shipped models: no token was dropped in its training, and no attention led. It is
-tuned twice on the same questions in the same order: under `divprune` and `uniform` at keep 0.25 and 0.11 in turn, and,
-as a control, without pruning. Both are then asked the held-out questions under each of these. An optimizer's
-step is the plain one of transformers: labels, loss, backward; only what the frozen tower makes of an image is kept, so
-that each is encoded once.
+demo_qwen is trained without dropping tokens. It is tuned twice on the same questions in the same order: under
+`divprune` and `uniform` at keep 0.25 and 0.11 in turn, and without pruning as a control. Both models then answer the
+held-out questions under each of these settings. A training step is that of transformers (labels, loss, backward). The
+output of the frozen vision tower is cached per image.
 
-Learned from is what `tokenprune_demo.scenes` draws by seeds of its own (`SEED`), over photographs that no held-out
-image has, resized to 144 to 320 pixels a side; learning rate and steps were chosen on a third draw. The held-out file
-is read for the last answers alone. Scenes have no named things, so `thing` is a kind that nothing here teaches.
+The training images are drawn by `tokenprune_demo.scenes` with a separate seed (`SEED`), over photographs that no
+held-out image uses, and resized to 144 to 320 pixels per side. Learning rate and steps were chosen on a third draw. The
+held-out file is used for the final answers only. Scenes have no named objects, so nothing trains the kind `thing`.
 
-What was expected, before the first run: `divprune` gets back a third of what it loses at 25 % and half at 11 %, since
-the decoder never saw an image with holes; `uniform` a third at both: what lies between its tokens is gone, and only
-the rest of its loss is strangeness; `position` and `count` gain most. The control gives back less than 2 points, whole
-accuracy of what was tuned under pruning falls by 2 points or fewer, and `thing` gains nothing. (Written for a tuning
-of its own under each method, and some thousand questions; a busy machine had time for one under both, and hundreds.)
+Expectations before the first run: `divprune` recovers a third of its loss at 25 % and half at 11 %, since the decoder
+was not trained on images with gaps; `uniform` recovers a third at both, since the information between its tokens is
+lost; `position` and `count` gain most. The control recovers less than 2 points, the unpruned accuracy of the model
+tuned under pruning falls by at most 2 points, and `thing` gains nothing. (These expectations assumed a separate tuning
+per method and about a thousand questions. Machine time allowed one tuning for both methods, and hundreds of questions.)
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from tokenprune_demo.backgrounds import load_photos
 from tokenprune_demo.heldout import load_heldout
 from tokenprune_demo.scenes import draw_scene
 
-SEED = 20260311  # of no other set: the held-out ones are of 20260101, 20260102 and 20260202, training of 0
-TUNING, VALIDATION = 0, 1  # parts of the seed
+SEED = 20260311  # unique: held-out sets use 20260101, 20260102 and 20260202, training uses 0
+TUNING, VALIDATION = 0, 1  # second part of the seed
 PRUNED = [(method, keep) for keep in (0.25, 0.11) for method in ("divprune", "uniform")]
-WHOLE = [("nothing", 1.0)]
-TUNINGS = {"pruning": PRUNED, "nothing": WHOLE}  # the second is the control
+UNPRUNED = [("nothing", 1.0)]
+TUNINGS = {"pruning": PRUNED, "nothing": UNPRUNED}  # the second is the control
 RANK = 8
 WARM_UP = 5
 
@@ -68,55 +67,58 @@ class Drawn:
     answer: str
 
 
-Drawings = Sequence[Sequence[Drawn]]  # for each image all questions about it
+Drawings = Sequence[Sequence[Drawn]]  # the questions of each image
 
 
 def draw(part: int, images: int) -> Drawings:
-    """Draw images of any size."""
+    """Draw images of random sizes with their questions."""
     drawn = []
-    for number in range(images):
-        rng = np.random.default_rng((SEED, part, number))
+    for index in range(images):
+        rng = np.random.default_rng((SEED, part, index))
         scene = draw_scene(rng, load_photos("train"))
         size = [16 * int(side) for side in rng.integers(9, 21, 2)]
         image = scene.image.resize(size, Image.Resampling.BICUBIC)
-        drawn.append([Drawn(image, one.kind, one.text, one.answer) for one in scene.questions])
+        drawn.append([Drawn(image, question.kind, question.text, question.answer) for question in scene.questions])
     return drawn
 
 
 def batches(drawn: Drawings, size: int, seed: tuple[int, ...]) -> Iterator[list[Drawn]]:
-    """Draw batches for ever: a question each about `size` images, of a kind drawn first."""
+    """Yield endless batches of one question about each of `size` images. The kind is drawn first."""
     rng = np.random.default_rng(seed)
     while True:
         batch = []
-        for number in rng.choice(len(drawn), size, replace=len(drawn) < size):
-            kinds = sorted({one.kind for one in drawn[number]})
+        for index in rng.choice(len(drawn), size, replace=len(drawn) < size):
+            kinds = sorted({drawing.kind for drawing in drawn[index]})
             kind = kinds[rng.integers(len(kinds))]
-            asked = [one for one in drawn[number] if one.kind == kind]
+            asked = [drawing for drawing in drawn[index] if drawing.kind == kind]
             batch.append(asked[rng.integers(len(asked))])
         yield batch
 
 
 def lesson(subject: Model, batch: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Return the model's arguments for questions with their answers, and labels: the answer and the end alone."""
-    inputs = subject.inputs([one.image for one in batch], [one.question for one in batch])
+    """Return inputs of questions with their answers, and labels of the answer and the end token only."""
+    inputs = subject.inputs([example.image for example in batch], [example.question for example in batch])
     tokenizer = subject.processor.tokenizer
-    told = [[*tokenizer(one.answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for one in batch]
-    longest = max(map(len, told))
+    answers = [
+        [*tokenizer(example.answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for example in batch
+    ]
+    longest = max(map(len, answers))
 
     def row(fill: int, values: Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor([[*one, *[fill] * (longest - len(one))] for one in values])
+        return torch.tensor([[*ids, *[fill] * (longest - len(ids))] for ids in values])
 
     more = {
-        "input_ids": row(tokenizer.pad_token_id, told),
-        "attention_mask": row(0, [[1] * len(one) for one in told]),
-        "mm_token_type_ids": row(0, [[0] * len(one) for one in told]),
+        "input_ids": row(tokenizer.pad_token_id, answers),
+        "attention_mask": row(0, [[1] * len(ids) for ids in answers]),
+        "mm_token_type_ids": row(0, [[0] * len(ids) for ids in answers]),
     }
-    labels = torch.cat([torch.full_like(inputs["input_ids"], -100), row(-100, told)], 1)
-    return inputs | {name: torch.cat([inputs[name], one], 1) for name, one in more.items()} | {"labels": labels}
+    labels = torch.cat([torch.full_like(inputs["input_ids"], -100), row(-100, answers)], 1)
+    extended = {name: torch.cat([inputs[name], extra], 1) for name, extra in more.items()}
+    return inputs | extended | {"labels": labels}
 
 
 class _Unmerged(nn.Module):
-    """Stands where the projector does, and hands on what that would read: the patches of each token in a row."""
+    """Replace the projector and return its input: the patches of each token in a row."""
 
     def __init__(self, patches: int) -> None:
         super().__init__()
@@ -127,8 +129,10 @@ class _Unmerged(nn.Module):
 
 
 class FrozenTower:
-    """The forward of a Qwen2.5-VL tower whose blocks are frozen: they run once for each image. The projector behind
-    them (`merger`) runs each time, with gradients."""
+    """Forward of a Qwen2.5-VL tower with frozen blocks.
+
+    The blocks run once per image. The projector after them (`merger`) runs each time, with gradients.
+    """
 
     def __init__(self) -> None:
         self.known: dict[bytes, torch.Tensor] = {}
@@ -138,7 +142,7 @@ class FrozenTower:
 
         def forward(pixels: torch.Tensor, grid_thw: torch.Tensor, **_: Any) -> BaseModelOutputWithPooling:
             images = pixels.split(grid_thw.prod(-1).tolist())
-            states = torch.cat([self.state(plain, *one) for one in zip(images, grid_thw, strict=True)])
+            states = torch.cat([self.state(plain, *image) for image in zip(images, grid_thw, strict=True)])
             width = states.shape[1] // tower.spatial_merge_unit
             return BaseModelOutputWithPooling(pooler_output=tower.merger(states.view(-1, width)))
 
@@ -164,7 +168,7 @@ def loaded(tower: FrozenTower) -> Model:
 
 
 def adapt(model: Any) -> Any:
-    """Freeze a model but for its projector, and for LoRA on all linear layers of its decoder."""
+    """Freeze the model except its projector, and add LoRA to all linear layers of the decoder."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(SEED)
@@ -174,16 +178,18 @@ def adapt(model: Any) -> Any:
 
 
 def under(model: Any, method: str, keep: float) -> Any:
-    return nullcontext() if (method, keep) in WHOLE else tokenprune.patched(model, method, keep=keep, guard="off")
+    return nullcontext() if (method, keep) in UNPRUNED else tokenprune.patched(model, method, keep=keep, guard="off")
 
 
 def tune(
     subject: Model, settings: Sequence[tuple[str, float]], drawn: Drawings, *, steps: int, batch: int, rate: float
 ) -> dict[str, Any]:
-    """Tune `subject` in place under methods and keeps in turn; returns how it went. rate: the highest, reached after
-    `WARM_UP` steps and falling to 0."""
+    """Tune `subject` in place, with the settings in turn, and return a record.
+
+    The learning rate rises to `rate` in `WARM_UP` steps and then falls to 0.
+    """
     adapted = adapt(subject.model)
-    learned = [one for one in adapted.parameters() if one.requires_grad]
+    learned = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=rate, weight_decay=0.0)
     slope = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARM_UP, (steps - step) / max(1, steps - WARM_UP))
@@ -201,31 +207,31 @@ def tune(
         losses.append(round(loss.item(), 4))
     adapted.eval()
     return {
-        "steps": steps, "batch": batch, "rate": rate, "parameters": sum(one.numel() for one in learned),
+        "steps": steps, "batch": batch, "rate": rate, "parameters": sum(parameter.numel() for parameter in learned),
         "losses": losses, **_spent(begin),
     }  # fmt: skip
 
 
 @torch.no_grad()
 def validation_loss(subject: Model, drawn: Drawings, questions: int) -> float:
-    """The mean loss under `PRUNED`, of questions that tuning has not seen."""
+    """Return the mean loss under `PRUNED` on questions that are not in the tuning set."""
     source, size, losses = batches(drawn, 16, (SEED, VALIDATION)), -(-questions // 16), []
     asked = [lesson(subject, next(source)) for _ in range(size)]
     for setting in PRUNED:
         with under(subject.model, *setting):
-            losses += [subject.model(**one, use_cache=False).loss.item() for one in asked]
+            losses += [subject.model(**inputs, use_cache=False).loss.item() for inputs in asked]
     return round(float(np.mean(losses)), 4)
 
 
 @torch.inference_mode()
 def ask(subject: Model, examples: Sequence[Any], method: str, keep: float, batch: int = 27) -> dict[str, Any]:
-    """Ask held-out questions; returns which are right, a 1 or 0 each, and the visual tokens of an image."""
+    """Ask held-out questions. Return the right answers as a string of 1 and 0, and the visual tokens per image."""
     right, tokens, begin = "", 0, _clocks()
     with under(subject.model, method, keep):
         for start in range(0, len(examples), batch):
             asked = examples[start : start + batch]
-            inputs = subject.inputs([one.image for one in asked], [one.question for one in asked])
-            scores = METRICS[subject.metric].score(subject.generate(inputs), [one.answers for one in asked])
+            inputs = subject.inputs([example.image for example in asked], [example.question for example in asked])
+            scores = METRICS[subject.metric].score(subject.generate(inputs), [example.answers for example in asked])
             right += "".join(str(int(score)) for score in scores)
             patched = tokenprune.is_patched(subject.model)
             tokens += tokenprune.stats(subject.model).visual_tokens_out if patched else subject.visual_tokens(inputs)
@@ -237,62 +243,63 @@ def _clocks() -> tuple[float, float]:
 
 
 def _spent(begin: tuple[float, float]) -> dict[str, float]:
-    """Seconds since `begin`, of the clock and of this process; the machine's load tells the two apart."""
+    """Return wall and CPU seconds since `begin`, and the machine's load."""
     wall, cpu = (now - then for now, then in zip(_clocks(), begin, strict=True))
     return {"seconds": round(wall, 1), "cpu_seconds": round(cpu, 1), "load": round(os.getloadavg()[0], 2)}
 
 
 def tried(tower: FrozenTower, rates: Sequence[float], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Tune for a few steps with each learning rate (0: as shipped), and measure on the validation draw."""
+    """Tune for a few steps with each learning rate (0: no tuning), and measure the loss on the validation draw."""
     drawn, others = draw(TUNING, args.images), draw(VALIDATION, args.validation)
     for rate in rates:
         subject = loaded(tower)
         steps = args.try_steps if rate else 0
-        told = tune(subject, PRUNED, drawn, steps=steps, batch=args.batch, rate=rate)
-        yield {"record": "tried", "validation_loss": validation_loss(subject, others, 4 * args.validation), **told}
+        tuning = tune(subject, PRUNED, drawn, steps=steps, batch=args.batch, rate=rate)
+        yield {"record": "tried", "validation_loss": validation_loss(subject, others, 4 * args.validation), **tuning}
 
 
 def run(tower: FrozenTower, args: argparse.Namespace, known: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield what `known` lacks: a header, tries of learning rates, then the answers before and after each tuning."""
+    """Yield the records that `known` lacks: header, tries of learning rates, and answers before and after tuning."""
     subject = loaded(tower)
     examples = load_heldout(limit=args.heldout, folder=subject.heldout)
     if not known:
         yield {
             "record": "header", **subject.environment(), "questions": len(examples), "seed": SEED,
-            "kinds": [one.kind for one in examples], "images": args.images, "rank": RANK,
+            "kinds": [example.kind for example in examples], "images": args.images, "rank": RANK,
         }  # fmt: skip
-    tries = [one for one in known if one["record"] == "tried"]
-    for record in tried(tower, [rate for rate in args.rates if rate not in {one["rate"] for one in tries}], args):
+    tries = [record for record in known if record["record"] == "tried"]
+    for record in tried(tower, [rate for rate in args.rates if rate not in {record["rate"] for record in tries}], args):
         tries.append(record)
         yield record
-    rate = min((one for one in tries if one["rate"]), key=lambda one: one["validation_loss"])["rate"]
-    done = {(one["tuned"], one["method"], one["keep"]) for one in known if one["record"] == "result"}
+    scored = [record for record in tries if record["rate"]]
+    rate = min(scored, key=lambda record: record["validation_loss"])["rate"]
+    done = {(record["tuned"], record["method"], record["keep"]) for record in known if record["record"] == "result"}
     for tuned in (*TUNINGS, None):
-        settings = [one for one in (*PRUNED, *WHOLE) if (tuned, *one) not in done]
+        settings = [setting for setting in (*PRUNED, *UNPRUNED) if (tuned, *setting) not in done]
         if not settings:
             continue
         subject = loaded(tower)
         if tuned is not None:
-            told = tune(
+            tuning = tune(
                 subject, TUNINGS[tuned], draw(TUNING, args.images), steps=args.steps, batch=args.batch, rate=rate
             )
-            yield {"record": "tuned", "under": tuned, **told}
+            yield {"record": "tuned", "under": tuned, **tuning}
         for method, keep in settings:
-            said = ask(subject, examples, method, keep)
-            yield {"record": "result", "tuned": tuned, "method": method, "keep": keep, **said}
+            results = ask(subject, examples, method, keep)
+            yield {"record": "result", "tuned": tuned, "method": method, "keep": keep, **results}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--images", type=int, default=600, help="to tune on, each with some twenty questions")
-    add("--validation", type=int, default=16, help="images of the validation draw, each asked four questions")
-    add("--heldout", type=int, default=30, help="held-out images, each with nine questions; 200 at most")
+    add("--images", type=int, default=600, help="number of tuning images, each with about twenty questions")
+    add("--validation", type=int, default=16, help="number of validation images, each with four questions")
+    add("--heldout", type=int, default=30, help="number of held-out images, each with nine questions; at most 200")
     add("--steps", type=int, default=480)
     add("--batch", type=int, default=16)
-    add("--rates", type=float, nargs="+", default=(0.0, 1e-4), help="learning rates; the best is taken")
-    add("--try-steps", type=int, default=20, help="steps with each rate before that is decided")
-    add("--json", type=Path, required=True, help="goes on where this file ends")
+    add("--rates", type=float, nargs="+", default=(0.0, 1e-4), help="learning rates; the best one is used")
+    add("--try-steps", type=int, default=20, help="steps to try each learning rate")
+    add("--json", type=Path, required=True, help="raw file; an existing file is continued")
     args = parser.parse_args()
     torch.set_num_threads(1)
     known = [json.loads(line) for line in args.json.read_text().splitlines()] if args.json.exists() else []
@@ -300,9 +307,9 @@ def main() -> None:
     for record in run(tower, args, known):
         with args.json.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        said = {k: v for k, v in record.items() if k not in ("kinds", "losses", "right")}
+        shown = {k: v for k, v in record.items() if k not in ("kinds", "losses", "right")}
         share = f", {record['right'].count('1') / len(record['right']):.1%} right" if "right" in record else ""
-        console.print(f"{said}{share}")
+        console.print(f"{shown}{share}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning under pruning with TRL's SFTTrainer: LoRA on demo_smol's decoder, accuracy before and after.
+"""Fine-tune demo_smol under pruning with TRL's SFTTrainer (LoRA on its decoder), and compare accuracy before and after.
 
     python benchmarks/experiments/training/qwen/emoji.py NotoColorEmoji.ttf runs/emoji.npz
     python benchmarks/experiments/recover_sft.py --json benchmarks/results/recover_sft.jsonl
     python dev/readme.py
 
-Prompts and answers are drawn by `experiments/training/smol/smol_scenes.py`, of all kinds that are asked, by a seed of
-its own and over photographs that no held-out image has. The held-out questions are those of
-`all_methods.py --every 4`; the file is read for the answers before and after alone. The recipe was fixed before the
-first run: `divprune` at keep 0.25 and 0.11 from step to step, learning rate 1e-4, no try of others.
+`experiments/training/smol/smol_scenes.py` draws the training questions, of all kinds, with a separate seed and over
+photographs that no held-out image uses. The held-out questions are those of `all_methods.py --every 4`, used before and
+after tuning only. The recipe was fixed before the first run: `divprune` at keep 0.25 and 0.11 in alternating steps,
+learning rate 1e-4, no search.
 
-What was expected: a gain within the intervals at both keeps, since demo_smol learned from these drawings for days and
-some hundred lessons are few; and a loss on whole images below two points, since LoRA changes little in so few steps.
+Expectations: a gain within the intervals at both keeps, since demo_smol was trained on these drawings for days and a
+few hundred examples are little; and a loss of less than two points without pruning, since LoRA changes little in so few
+steps.
 
-A first run gave lessons as chats, and changed no answer: most of its loss was the line break that the chat template
-puts after an answer. This is the second, whose prompts and completions are text; nothing else differs. No gain either:
-most lessons are known before the first step.
+The first run gave the examples as chats and changed no answer: most of its loss was the line break that the chat
+template adds after an answer. This second run uses text prompts and completions; everything else is equal. It has no
+gain either: the model already answers most training questions correctly.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import calm_threads  # noqa: F401
 import numpy as np
 from datasets import Dataset
 from PIL import Image
-from recover import RANK, WHOLE, _clocks, _spent, ask
+from recover import RANK, UNPRUNED, _clocks, _spent, ask
 from rich.console import Console
 from transformers import TrainerCallback
 
@@ -48,20 +49,20 @@ LAYERS = r".*language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|
 
 
 def lessons(subject: Model, size: int) -> Dataset:
-    """Draw questions with their answers, as TRL wants them: prompt, completion and image.
+    """Draw questions with their answers as a TRL data set of prompt, completion and image.
 
-    Both are text: a chat template puts a line break after the answer, which would be most of what is learned.
+    Prompt and completion are text: a chat template adds a line break after the answer, which would dominate the loss.
     """
     from smol_scenes import draw, photographs, sentence
 
     rows = []
-    for number in range(size):
-        rng = np.random.default_rng((SEED, number))
+    for index in range(size):
+        rng = np.random.default_rng((SEED, index))
         while not (scene := draw(rng, photographs("train"))).questions:
             pass
-        kinds = sorted({one.kind for one in scene.questions})
+        kinds = sorted({candidate.kind for candidate in scene.questions})
         kind = kinds[rng.integers(len(kinds))]
-        asked = [one for one in scene.questions if one.kind == kind]
+        asked = [candidate for candidate in scene.questions if candidate.kind == kind]
         question = asked[rng.integers(len(asked))]
         image = Image.fromarray(scene.pixels[0])
         answer = f"{sentence(scene, question)}{subject.processor.tokenizer.eos_token}"
@@ -70,7 +71,7 @@ def lessons(subject: Model, size: int) -> Dataset:
 
 
 class InTurn(TrainerCallback):
-    """Patches anew at each step, so that a model learns under several settings."""
+    """Patch the model again at each step, so that it is tuned under several settings."""
 
     def __init__(self, model: Any, settings: Sequence[tuple[str, float]]) -> None:
         self.model, self.settings = model, settings
@@ -84,7 +85,7 @@ class InTurn(TrainerCallback):
 
 
 def tune(subject: Model, *, steps: int, batch: int, rate: float) -> dict[str, Any]:
-    """Tune `subject` in place under `SETTINGS` in turn; returns how it went."""
+    """Tune `subject` in place, with `SETTINGS` in turn, and return a record."""
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
@@ -105,26 +106,28 @@ def tune(subject: Model, *, steps: int, batch: int, rate: float) -> dict[str, An
         )
         trainer.train()
     subject.model.eval()
-    learned = sum(one.numel() for one in subject.model.parameters() if one.requires_grad)
-    losses = [float(one["loss"]) for one in trainer.state.log_history if "loss" in one]
+    learned = sum(parameter.numel() for parameter in subject.model.parameters() if parameter.requires_grad)
+    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     return {"steps": steps, "batch": batch, "rate": rate, "parameters": learned, "losses": losses, **_spent(begin)}
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     subject = load_model(args.model, device="cpu")
-    asked = [one for one in load_heldout(folder=subject.heldout) if one.index % args.every == 0][: args.heldout]
+    asked = [example for example in load_heldout(folder=subject.heldout) if example.index % args.every == 0][
+        : args.heldout
+    ]
     yield {
         "record": "header", **subject.environment(), "questions": len(asked), "seed": SEED, "rank": RANK,
-        "every": args.every, "kinds": [one.kind for one in asked],
+        "every": args.every, "kinds": [example.kind for example in asked],
     }  # fmt: skip
-    whole = WHOLE if args.whole else []
+    unpruned = UNPRUNED if args.whole else []
     for setting in SETTINGS:
         yield {"record": "result", "tuned": None, **_said(setting), **ask(subject, asked, *setting, batch=args.asked)}
     yield {"record": "tuned", **tune(subject, steps=args.steps, batch=args.batch, rate=args.rate)}
-    for setting in (*SETTINGS, *whole):
+    for setting in (*SETTINGS, *unpruned):
         yield {"record": "result", "tuned": "sft", **_said(setting), **ask(subject, asked, *setting, batch=args.asked)}
     subject = load_model(args.model, device="cpu")
-    for setting in whole:
+    for setting in unpruned:
         yield {"record": "result", "tuned": None, **_said(setting), **ask(subject, asked, *setting, batch=args.asked)}
 
 
@@ -136,13 +139,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="demo_smol")
-    add("--heldout", type=int, default=1000, help="held-out questions at most")
-    add("--every", type=int, default=4, help="of the held-out images each n-th one")
-    add("--asked", type=int, default=8, help="questions at once")
+    add("--heldout", type=int, default=1000, help="maximum number of held-out questions")
+    add("--every", type=int, default=4, help="use every n-th held-out image only")
+    add("--asked", type=int, default=8, help="questions per batch")
     add("--steps", type=int, default=48)
     add("--batch", type=int, default=4)
     add("--rate", type=float, default=1e-4)
-    add("--whole", action="store_true", help="ask without pruning, too")
+    add("--whole", action="store_true", help="measure without pruning, too")
     add("--json", type=Path, required=True)
     args = parser.parse_args()
     console = Console()

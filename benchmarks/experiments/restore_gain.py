@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`restore` around several choosers beside the plain chooser, at the same number of tokens.
+"""Compare `restore` around several choosers with the plain choosers, at the same number of tokens.
 
     python benchmarks/experiments/restore_gain.py
     python benchmarks/experiments/restore_gain.py --model demo_smol --images 10
     python dev/readme.py
 
-Ways: the chooser by itself; half of the budget as anchors that what it drops is merged into; and with these the
-authors' bias on attention (`calibrate=True`). All answer the same questions, about the first of the held-out images
-that have a photograph for a background, and about drawn documents; demo_smol about charts, too. Choosers are those
-that read no attention of the tower. What draws answers with seed 0.
+Variants: the plain chooser; half of the budget as anchors into which dropped tokens are merged; and the same with the
+authors' bias on attention (`calibrate=True`). All answer the same questions about the first held-out images with a
+photograph as background, and about drawn documents (demo_smol also about charts). The choosers read no attention of the
+tower. Random methods use seed 0. The raw file is results/restore_gain.jsonl (or restore_gain-demo_smol.jsonl).
 
-What was expected, from the authors' numbers and since positions are kept here in any case: one point or less at a
-quarter of the tokens, more at a twentieth, and a loss on documents, whose letters a mean blurs. Before demo_smol was
-asked: the same as demo_qwen, so a gain for `uniform` and `random` alone.
+Expectations, from the authors' numbers and since positions are kept here in any case: at most one point at a quarter of
+the tokens, more at a twentieth, and a loss on documents, because means blur letters. Before the run with demo_smol: as
+with demo_qwen, a gain for `uniform` and `random` only.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ WAYS: dict[str, dict[str, Any] | None] = {"plain": None, "merged": {}, "weighed"
 
 
 def cases() -> list[dict[str, Any]]:
-    """Return the settings, those first that a run which is cut off should have."""
-    found = [{"chooser": chooser, "keep": keep, "way": way} for keep in KEEPS for chooser in CHOOSERS for way in WAYS]
-    return [{"chooser": "", "keep": 1.0, "way": "unpatched"}, *found]
+    """Return the settings, most important first, so that an interrupted run has them."""
+    patched_cases = [
+        {"chooser": chooser, "keep": keep, "way": way} for keep in KEEPS for chooser in CHOOSERS for way in WAYS
+    ]
+    return [{"chooser": "", "keep": 1.0, "way": "unpatched"}, *patched_cases]
 
 
 def method_of(case: dict[str, Any]) -> Any:
-    """Return what a case patches the model with."""
+    """Return the method that a case patches the model with."""
     options = WAYS[case["way"]]
     if options is None:
         return tokenprune.method(case["chooser"])
@@ -54,8 +56,8 @@ def method_of(case: dict[str, Any]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=FILES, default="demo_qwen")
-    parser.add_argument("--images", type=int, default=24, help="of each set")
-    parser.add_argument("--json", type=Path, help="goes on where this file ends; default: the model's in results/")
+    parser.add_argument("--images", type=int, default=24, help="number of images per set")
+    parser.add_argument("--json", type=Path, help="raw file, continued if it exists; default: the model's in results/")
     args = parser.parse_args()
     path = args.json or FILES[args.model]
     torch.set_grad_enabled(False)
@@ -67,20 +69,20 @@ def main() -> None:
     }  # fmt: skip
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if known and any(known[0][name] != header[name] for name in ("weights", "questions")):
-        raise SystemExit("the file holds answers of another model, or to other questions: name another file")
+        raise SystemExit("The file has answers of another model or to other questions. Pass another --json.")
     with path.open("a") as file:
         if not known:
             print(json.dumps(header), file=file, flush=True)
         for case in cases():
-            if any(one.items() >= case.items() for one in known):
+            if any(record.items() >= case.items() for record in known):
                 continue
             if case["way"] == "unpatched":
-                found = {name: answers(subject, asked) for name, asked in sets.items()}
+                right_of = {name: answers(subject, asked) for name, asked in sets.items()}
             else:
                 with tokenprune.patched(subject.model, method_of(case), keep=case["keep"], guard="off"):
-                    found = {name: answers(subject, asked) for name, asked in sets.items()}
-            print(json.dumps({**case, **found}), file=file, flush=True)
-            console.print(case, {name: f"{right.count('1') / len(right):.3f}" for name, right in found.items()})
+                    right_of = {name: answers(subject, asked) for name, asked in sets.items()}
+            print(json.dumps({**case, **right_of}), file=file, flush=True)
+            console.print(case, {name: f"{right.count('1') / len(right):.3f}" for name, right in right_of.items()})
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fewer vectors of a document: tokens that leave before they are vectors, beside vectors that merge.
+"""Compare ways to reduce the vectors of a document: drop tokens inside the model, or merge vectors afterwards.
 
     python benchmarks/experiments/retrieval_training.py --out FOLDER
     python benchmarks/experiments/retrieval.py --model FOLDER
     python benchmarks/experiments/retrieval.py --page
 
-A ColQwen2 that was trained on drawn documents finds 240 others by questions that name three of the four things that a
-document shows; one document alone shows these three. Each has 256 visual vectors and those of the text around, which
-stay. `random` is drawn three times. DocPruner's threshold is the one that leaves that many vectors on average. Row
-means are means of equal runs of patches, row by row. Intervals of 95 % draw questions anew. Times stay in the raw data:
-the machine was loaded, and nine tenths of the encoding are the tower.
+A ColQwen2 that was trained on drawn documents retrieves 240 other documents. A question names three of the four things
+that a document shows, and only one document shows these three. Each document has 256 visual vectors and the vectors of
+its text, which are kept. `random` runs with three seeds. DocPruner's threshold is set to give the same number of
+vectors on average. Row means are means of runs of patches in row-major order. The 95 % intervals are bootstraps over
+questions. The raw file results/retrieval.jsonl also has times, which the page omits: the machine was loaded, and the
+tower takes nine tenths of the encoding.
 
-What was expected, before the first run: at equal vectors Ward before pool, pool no worse than random, and divprune near
-random; half of the vectors by Ward for less than 1 point of recall, by pool for 1 to 5; at 28 vectors Ward above 80 %
-of the recall with all, random below 40 %, and DocPruner between them.
+Expectations before the first run: at equal vectors Ward above pool, pool not below random, and divprune close to
+random; half of the vectors cost less than 1 point of recall with Ward and 1 to 5 points with pool; at 28 vectors Ward
+reaches 80 % of the full recall, random less than 40 %, and DocPruner is in between.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import tokenprune
 
 VECTORS = (128, 85, 28, 10)
 ENTRY = ("random", "uniform", "divprune", "dart", "pool", "tome")
-SEEDS = 3  # of random
+SEEDS = 3  # for random
 TIMED, REPEATS = (128, 28), 3
 DOCUMENTS, BATCH = 240, 8
 RESULTS = Path(__file__).parents[1] / "results/retrieval.jsonl"
@@ -51,14 +52,14 @@ NAMES = {"unpruned": "all vectors", "row_means": "row means", "docpruner": "DocP
 
 
 def unique_questions(pages: list[Page]) -> list[tuple[int, str]]:
-    """(page, question) of all questions that one page alone answers."""
-    found = []
-    for number, page in enumerate(pages):
+    """Return (page index, question) of all questions that exactly one page answers."""
+    questions = []
+    for index, page in enumerate(pages):
         for left_out in range(4):
-            named = {fact for place, fact in enumerate(page.facts) if place != left_out}
+            named = {fact for fact_index, fact in enumerate(page.facts) if fact_index != left_out}
             if sum(named <= set(other.facts) for other in pages) == 1:
-                found.append((number, question(page, left_out)))
-    return found
+                questions.append((index, question(page, left_out)))
+    return questions
 
 
 def stored(features: Tensor, *_: Any, **__: Any) -> BaseModelOutputWithPooling:
@@ -66,75 +67,85 @@ def stored(features: Tensor, *_: Any, **__: Any) -> BaseModelOutputWithPooling:
 
 
 class Retriever:
-    """The model, the documents that it looks for, and what it makes of questions."""
+    """The model with its documents, and the vectors of the questions."""
 
     def __init__(self, folder: Path) -> None:
         self.model = ColQwen2ForRetrieval.from_pretrained(folder).eval()
         self.prompts = Prompts(self.model)
-        self.pages = [draw(TEST_SEED, number) for number in range(DOCUMENTS)]
+        self.pages = [draw(TEST_SEED, index) for index in range(DOCUMENTS)]
         asked = unique_questions(self.pages)
         self.right = torch.tensor([page for page, _ in asked])
         with torch.no_grad():
-            said = tokenprune.vectors(self.model(**self.prompts.questions([text for _, text in asked])))
-        self.asked, self.lengths = torch.cat(said), torch.tensor([len(one) for one in said])
+            vectors = tokenprune.vectors(self.model(**self.prompts.questions([text for _, text in asked])))
+        self.asked, self.lengths = (
+            torch.cat(vectors),
+            torch.tensor([len(question_vectors) for question_vectors in vectors]),
+        )
         self.visual = self.prompts.page == self.model.config.vlm_config.image_token_id
         self.features = features(self.model, self.prompts, self.pages).float()
 
     @torch.no_grad()
     def encode(self, tower: bool = False) -> tuple[list[Tensor], float]:
-        """Return the vectors of each document, and how many visual ones it has on average. tower: whether it runs; most
-        methods act after it, and get what it once made of each document."""
-        found: list[Tensor] = []
+        """Return the vectors of each document, and the average number of visual vectors.
+
+        Most methods act after the vision tower, whose output is cached per document. With `tower`, the tower runs.
+        """
+        encoded: list[Tensor] = []
         for start in range(0, len(self.pages), BATCH):
             inputs = self.prompts.pages(self.pages[start : start + BATCH])
             if not tower:
                 self.model.vlm.visual.forward = partial(stored, self.features[start : start + BATCH].flatten(0, 1))
-            found += tokenprune.vectors(self.model(**inputs))
+            encoded += tokenprune.vectors(self.model(**inputs))
             vars(self.model.vlm.visual).pop("forward", None)
         text = int((~self.visual).sum())
-        return found, statistics.fmean(len(one) - text for one in found)
+        return encoded, statistics.fmean(len(vectors) - text for vectors in encoded)
 
     @torch.no_grad()
     def attention(self) -> Tensor:
-        """`[documents, TOKENS]`: what the last token of a page gives to its patches in the last layer, over heads."""
-        kept = self.model.vlm.config._attn_implementation
+        """Return the attention of a page's last token to its patches in the last layer, shape (documents, TOKENS)."""
+        implementation = self.model.vlm.config._attn_implementation
         self.model.vlm.set_attn_implementation("eager")
-        found = []
+        weights = []
         for start in range(0, len(self.pages), BATCH):
             output = self.model(**self.prompts.pages(self.pages[start : start + BATCH]), output_attentions=True)
-            found.append(output.attentions[-1][:, :, -1, self.visual].mean(1))
-        self.model.vlm.set_attn_implementation(kept)
-        return torch.cat(found)
+            weights.append(output.attentions[-1][:, :, -1, self.visual].mean(1))
+        self.model.vlm.set_attn_implementation(implementation)
+        return torch.cat(weights)
 
-    def result(self, where: str, method: str, vectors: int, found: list[Tensor], mean: float) -> dict[str, Any]:
-        """Rank all documents for each question."""
-        closest = torch.stack([(self.asked @ page.T).amax(1) for page in found], 1)  # of each token of each question
-        scores = torch.stack([one.mean(0) for one in closest.split(self.lengths.tolist())])
-        own = scores.gather(1, self.right[:, None])
-        ranks = (scores > own).sum(1)
+    def result(self, where: str, method: str, vectors: int, encoded: list[Tensor], mean: float) -> dict[str, Any]:
+        """Rank all documents for each question and return a record."""
+        closest = torch.stack([(self.asked @ page.T).amax(1) for page in encoded], 1)  # (question tokens, documents)
+        scores = torch.stack([of_question.mean(0) for of_question in closest.split(self.lengths.tolist())])
+        of_right = scores.gather(1, self.right[:, None])
+        ranks = (scores > of_right).sum(1)
         others = scores.scatter(1, self.right[:, None], -torch.inf).amax(1)
         return {
             "record": "result", "where": where, "method": method, "vectors": vectors, "mean": round(mean, 1),
-            "ranks": ranks.tolist(), "margin": round((own[:, 0] - others).mean().item(), 4),
+            "ranks": ranks.tolist(), "margin": round((of_right[:, 0] - others).mean().item(), 4),
         }  # fmt: skip
 
 
-def ward(vectors: Tensor, number: int) -> Tensor:
-    """Return means of clusters, of length 1 again."""
-    cluster = torch.tensor(fcluster(linkage(vectors.numpy(), "ward"), number, "maxclust")) - 1
+def ward(vectors: Tensor, num_vectors: int) -> Tensor:
+    """Merge vectors into normalized means of Ward clusters."""
+    cluster = torch.tensor(fcluster(linkage(vectors.numpy(), "ward"), num_vectors, "maxclust")) - 1
     sums = torch.zeros(int(cluster.max()) + 1, WIDTH).index_add_(0, cluster, vectors)
     return torch.nn.functional.normalize(sums, dim=-1)
 
 
-def row_means(vectors: Tensor, number: int) -> Tensor:
-    return torch.nn.functional.normalize(torch.stack([one.mean(0) for one in vectors.tensor_split(number)]), dim=-1)
+def row_means(vectors: Tensor, num_vectors: int) -> Tensor:
+    return torch.nn.functional.normalize(
+        torch.stack([run.mean(0) for run in vectors.tensor_split(num_vectors)]), dim=-1
+    )
 
 
-def docpruner(attention: Tensor, number: int) -> Tensor:
-    """bool `[documents, TOKENS]`: above mean + k deviations, with the one k that leaves `number` on average."""
+def docpruner(attention: Tensor, num_vectors: int) -> Tensor:
+    """Return a mask, shape (documents, TOKENS), of attention above mean + k deviations.
+
+    k is chosen so that documents keep `num_vectors` on average.
+    """
     standard = (attention - attention.mean(1, keepdim=True)) / attention.std(1, keepdim=True)
-    least = standard.flatten().sort(descending=True).values[number * len(attention)]
-    return (standard > least) | (standard == standard.amax(1, keepdim=True))
+    limit = standard.flatten().sort(descending=True).values[num_vectors * len(attention)]
+    return (standard > limit) | (standard == standard.amax(1, keepdim=True))
 
 
 def cpu_seconds(run: Callable[[], Any]) -> float:
@@ -145,43 +156,43 @@ def cpu_seconds(run: Callable[[], Any]) -> float:
 
 
 def measure(retriever: Retriever) -> list[dict[str, Any]]:
-    whole, mean = retriever.encode()
-    rows = [retriever.result("none", "unpruned", TOKENS, whole, mean)]
-    visual, text = [page[retriever.visual] for page in whole], [page[~retriever.visual] for page in whole]
+    all_vectors, mean = retriever.encode()
+    rows = [retriever.result("none", "unpruned", TOKENS, all_vectors, mean)]
+    visual, text = [page[retriever.visual] for page in all_vectors], [page[~retriever.visual] for page in all_vectors]
     attention = retriever.attention()
 
-    def late(name: str, number: int, choose: Callable[[int, Tensor], Tensor]) -> None:
+    def late(name: str, num_vectors: int, choose: Callable[[int, Tensor], Tensor]) -> None:
         start = time.process_time()
-        merged = [choose(place, page) for place, page in enumerate(visual)]
+        merged = [choose(index, page) for index, page in enumerate(visual)]
         seconds = (time.process_time() - start) / len(visual)
-        found = [torch.cat(both) for both in zip(merged, text, strict=True)]
-        made = retriever.result("after", name, number, found, statistics.fmean(map(len, merged)))
-        rows.append(made | {"seconds": round(seconds, 5)})
+        encoded = [torch.cat(both) for both in zip(merged, text, strict=True)]
+        record = retriever.result("after", name, num_vectors, encoded, statistics.fmean(map(len, merged)))
+        rows.append(record | {"seconds": round(seconds, 5)})
         print(_short(rows[-1]), flush=True)
 
-    for number in VECTORS:
-        chosen = docpruner(attention, number)
-        late("ward", number, lambda place, page, n=number: ward(page, n))
-        late("row_means", number, lambda place, page, n=number: row_means(page, n))
-        late("docpruner", number, lambda place, page, chosen=chosen: page[chosen[place]])
+    for num_vectors in VECTORS:
+        chosen = docpruner(attention, num_vectors)
+        late("ward", num_vectors, lambda index, page, n=num_vectors: ward(page, n))
+        late("row_means", num_vectors, lambda index, page, n=num_vectors: row_means(page, n))
+        late("docpruner", num_vectors, lambda index, page, chosen=chosen: page[chosen[index]])
     batch = retriever.prompts.pages(retriever.pages[:BATCH])
-    for number in VECTORS:
+    for num_vectors in VECTORS:
         for name in ENTRY:
             for seed in range(SEEDS if name == "random" else 1):
                 options = {"seed": seed} if name == "random" else {}
                 plain, fewer = [], []
                 try:
-                    with tokenprune.patched(retriever.model, name, keep=number / TOKENS, **options):
-                        found, mean = retriever.encode(tower=name == "tome")
-                    for _ in range(REPEATS if number in TIMED and not seed else 0):
+                    with tokenprune.patched(retriever.model, name, keep=num_vectors / TOKENS, **options):
+                        encoded, mean = retriever.encode(tower=name == "tome")
+                    for _ in range(REPEATS if num_vectors in TIMED and not seed else 0):
                         plain.append(cpu_seconds(lambda: retriever.model(**batch)))
-                        with tokenprune.patched(retriever.model, name, keep=number / TOKENS, **options):
+                        with tokenprune.patched(retriever.model, name, keep=num_vectors / TOKENS, **options):
                             fewer.append(cpu_seconds(lambda: retriever.model(**batch)))
                 except tokenprune.TokenPruneError as refusal:
-                    rows.append({"record": "refused", "method": name, "vectors": number, "reason": str(refusal)})
+                    rows.append({"record": "refused", "method": name, "vectors": num_vectors, "reason": str(refusal)})
                     continue
-                made = retriever.result("entry", name, number, found, mean)
-                rows.append(made | options | ({"time": round(min(fewer) / min(plain), 3)} if plain else {}))
+                record = retriever.result("entry", name, num_vectors, encoded, mean)
+                rows.append(record | options | ({"time": round(min(fewer) / min(plain), 3)} if plain else {}))
                 print(_short(rows[-1]), flush=True)
     return rows
 
@@ -195,50 +206,55 @@ def recall(row: dict[str, Any]) -> np.ndarray:
 
 
 def gain(row: dict[str, Any]) -> np.ndarray:
-    """nDCG@5 of each question, of which one page is right."""
+    """Return nDCG@5 of each question. Each question has one right page."""
     ranks = np.array(row["ranks"])
     return np.where(ranks < 5, 1 / np.log2(ranks + 2), 0.0)
 
 
-def interval(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
-    """95 % of the mean difference in points, questions drawn anew."""
-    drawn = np.random.default_rng(0).integers(0, len(one), (2000, len(one)))
-    low, high = np.percentile(100 * (one - other)[drawn].mean(1), [2.5, 97.5])
+def interval(values: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the mean difference in points."""
+    drawn = np.random.default_rng(0).integers(0, len(values), (2000, len(values)))
+    low, high = np.percentile(100 * (values - other)[drawn].mean(1), [2.5, 97.5])
     return float(low), float(high)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The page's table: recall@1 for each number of vectors, and nDCG@5 at half; bold where an interval of the
-    difference from Ward at as many vectors leaves out 0."""
-    made = [row for row in rows if row["record"] == "result"]
-    whole = next(row for row in made if row["where"] == "none")
+    """Return the page's table: recall@1 for each number of vectors, and nDCG@5 at half.
+
+    Bold if the interval of the difference from Ward at the same number of vectors excludes 0.
+    """
+    results = [row for row in rows if row["record"] == "result"]
+    unpruned = next(row for row in results if row["where"] == "none")
     lines = [
         "| where, what | " + " | ".join(map(str, VECTORS)) + " | nDCG@5 at 128 |",
         "|---|" + "---|" * (len(VECTORS) + 1),
     ]
     for where in ("after", "entry"):
-        for name in dict.fromkeys(row["method"] for row in made if row["where"] == where):
+        for name in dict.fromkeys(row["method"] for row in results if row["where"] == where):
             cells = []
-            for number in VECTORS:
-                same = [row for row in made if (row["where"], row["method"], row["vectors"]) == (where, name, number)]
+            for num_vectors in VECTORS:
+                same = [
+                    row
+                    for row in results
+                    if (row["where"], row["method"], row["vectors"]) == (where, name, num_vectors)
+                ]
                 if not same:
                     cells.append("refused")
                     continue
-                found = np.mean([recall(row) for row in same], 0)
-                best = next(row for row in made if (row["method"], row["vectors"]) == ("ward", number))
-                low, high = interval(found, recall(best))
-                said = f"{100 * found.mean():.1f}"
-                cells.append(said if low <= 0 <= high else f"**{said}**")
-            half = [row for row in made if (row["where"], row["method"], row["vectors"]) == (where, name, 128)]
+                recalls = np.mean([recall(row) for row in same], 0)
+                best = next(row for row in results if (row["method"], row["vectors"]) == ("ward", num_vectors))
+                low, high = interval(recalls, recall(best))
+                text = f"{100 * recalls.mean():.1f}"
+                cells.append(text if low <= 0 <= high else f"**{text}**")
+            half = [row for row in results if (row["where"], row["method"], row["vectors"]) == (where, name, 128)]
             ndcg = f"{100 * np.mean([gain(row) for row in half]):.1f}" if half else ""
             label = NAMES.get(name, f"[`{name}`](../methods/{name}.md)")
-            place = "after" if where == "after" else PLACES[tokenprune.method_info(name).site]
-            lines.append(f"| {place}: {label} | {' | '.join(cells)} | {ndcg} |")
-    asked = len(whole["ranks"])
-    said = (
-        f"{asked} questions, {DOCUMENTS} documents; with all 256 vectors recall@1 is {100 * recall(whole).mean():.1f} %"
-    )
-    lines += ["", f"{said} and nDCG@5 {100 * gain(whole).mean():.1f}."]
+            label_of_site = "after" if where == "after" else PLACES[tokenprune.method_info(name).site]
+            lines.append(f"| {label_of_site}: {label} | {' | '.join(cells)} | {ndcg} |")
+    asked = len(unpruned["ranks"])
+    full_recall = f"{100 * recall(unpruned).mean():.1f} %"
+    text = f"{asked} questions, {DOCUMENTS} documents; with all 256 vectors recall@1 is {full_recall}"
+    lines += ["", f"{text} and nDCG@5 {100 * gain(unpruned).mean():.1f}."]
     return "\n".join(lines)
 
 

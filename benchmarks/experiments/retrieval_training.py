@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small ColQwen2 that finds drawn documents, trained in half an hour on one core of a CPU.
+"""Train a small ColQwen2 to retrieve drawn documents, in half an hour on one CPU core.
 
     python benchmarks/experiments/retrieval_training.py --out FOLDER --minutes 35
 
-A ColQwen2 of transformers' class is put together of demo_qwen's tower, which stays as it is, and of the first four
-layers of its decoder; the projection to 64 numbers is new. A question names three of the four things that a document of
-256 x 256 pixels (256 visual tokens) shows; the loss is the cross-entropy of MaxSim scores within a batch.
+The model has transformers' ColQwen2 class, demo_qwen's vision tower (frozen), the first four layers of its decoder, and
+a new projection to 64 numbers. A question names three of the four things that a document of 256 x 256 pixels (256
+visual tokens) shows. The loss is the cross-entropy of MaxSim scores within a batch. The weights go to --out.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ TRAIN_SEED, TEST_SEED = 20270101, 20270202
 
 @dataclass
 class Page:
-    """A drawn document, and what it shows in words, a phrase for each kind of thing."""
+    """A drawn document, and a phrase for each thing that it shows."""
 
     image: Image.Image
     facts: list[str]
 
 
-def draw(seed: int, number: int) -> Page:
-    made = draw_document(np.random.default_rng((seed, number)), LAYOUTS[number % len(LAYOUTS)], (SIZE, SIZE))
-    said = {"word": "sign {}", "digits": "digit {}"}
+def draw(seed: int, index: int) -> Page:
+    document = draw_document(np.random.default_rng((seed, index)), LAYOUTS[index % len(LAYOUTS)], (SIZE, SIZE))
+    phrases = {"word": "sign {}", "digits": "digit {}"}
     facts = []
-    for one in made.questions:
-        thing = one.text.removeprefix("what color is the ").rstrip("?")  # "circle", "tiny heart"
-        facts.append(said[one.kind].format(one.answer) if one.kind in said else f"{one.answer} {thing}")
-    return Page(made.image, facts)
+    for drawn in document.questions:
+        thing = drawn.text.removeprefix("what color is the ").rstrip("?")  # "circle", "tiny heart"
+        facts.append(phrases[drawn.kind].format(drawn.answer) if drawn.kind in phrases else f"{drawn.answer} {thing}")
+    return Page(document.image, facts)
 
 
 def question(page: Page, left_out: int) -> str:
-    """Name all but one of the things that a page shows."""
-    return " ".join(fact for place, fact in enumerate(page.facts) if place != left_out)
+    """Name all but one of the things on a page."""
+    return " ".join(fact for index, fact in enumerate(page.facts) if index != left_out)
 
 
 def assemble() -> ColQwen2ForRetrieval:
@@ -68,7 +68,7 @@ def assemble() -> ColQwen2ForRetrieval:
 
 
 class Prompts:
-    """Arguments of the model for pages and for questions."""
+    """Build the model's inputs for pages and questions."""
 
     def __init__(self, model: ColQwen2ForRetrieval) -> None:
         self.processor = AutoProcessor.from_pretrained(DEMO)
@@ -81,12 +81,12 @@ class Prompts:
         return self.processor.tokenizer(text).input_ids
 
     def pages(self, pages: list[Page]) -> dict[str, Tensor]:
-        made = self.processor.image_processor(images=[one.image for one in pages], return_tensors="pt")
+        processed = self.processor.image_processor(images=[page.image for page in pages], return_tensors="pt")
         ids = self.page.expand(len(pages), -1)
-        pixels = made["pixel_values"].view(len(pages), -1, made["pixel_values"].shape[-1])
+        pixels = processed["pixel_values"].view(len(pages), -1, processed["pixel_values"].shape[-1])
         return {
             "input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels,
-            "image_grid_thw": made["image_grid_thw"],
+            "image_grid_thw": processed["image_grid_thw"],
         }  # fmt: skip
 
     def questions(self, texts: list[str]) -> dict[str, Tensor]:
@@ -97,25 +97,25 @@ class Prompts:
 
 @torch.no_grad()
 def features(model: ColQwen2ForRetrieval, prompts: Prompts, pages: list[Page]) -> Tensor:
-    """float16 `[pages, TOKENS, D]`: what the tower makes of pages."""
-    found = []
+    """Return the vision tower's output for pages: float16, shape (pages, TOKENS, hidden)."""
+    outputs = []
     for start in range(0, len(pages), 8):
-        made = prompts.pages(pages[start : start + 8])
-        output = model.vlm.visual(made["pixel_values"].flatten(0, 1), grid_thw=made["image_grid_thw"])
-        found.append(output.pooler_output.view(-1, TOKENS, output.pooler_output.shape[-1]).half())
-    return torch.cat(found)
+        inputs = prompts.pages(pages[start : start + 8])
+        output = model.vlm.visual(inputs["pixel_values"].flatten(0, 1), grid_thw=inputs["image_grid_thw"])
+        outputs.append(output.pooler_output.view(-1, TOKENS, output.pooler_output.shape[-1]).half())
+    return torch.cat(outputs)
 
 
 def embed(model: ColQwen2ForRetrieval, prompts: Prompts, encoded: Tensor) -> Tensor:
-    """`[B, L, WIDTH]` of pages that the tower has encoded."""
+    """Embed pages from their tower output, shape (pages, length, WIDTH)."""
     ids = prompts.page.expand(len(encoded), -1)
-    places = (ids == model.config.vlm_config.image_token_id).unsqueeze(-1)
-    embeds = model.vlm.get_input_embeddings()(ids).masked_scatter(places, encoded.float())
+    is_image = (ids == model.config.vlm_config.image_token_id).unsqueeze(-1)
+    embeds = model.vlm.get_input_embeddings()(ids).masked_scatter(is_image, encoded.float())
     return model(inputs_embeds=embeds, attention_mask=torch.ones_like(ids)).embeddings
 
 
 def score(asked: Tensor, mask: Tensor, pages: Tensor) -> Tensor:
-    """`[questions, pages]`: the mean over a question's tokens of the closest vector of a page."""
+    """Return mean similarities of a question's tokens to the closest page vectors, shape (questions, pages)."""
     closest = torch.einsum("qtd,pvd->qptv", asked, pages).amax(-1) * mask[:, None]
     return closest.sum(-1) / mask.sum(-1)[:, None]
 
@@ -124,14 +124,14 @@ def train(model: ColQwen2ForRetrieval, prompts: Prompts, pages: list[Page], minu
     encoded, start, rng, step = features(model, prompts, pages), time.perf_counter(), np.random.default_rng(0), 0
     print(f"encoded {len(pages)} pages in {time.perf_counter() - start:.0f} s", flush=True)
     model.vlm.visual.requires_grad_(False)
-    learned: list[Any] = [one for one in model.parameters() if one.requires_grad]
+    learned: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scale = torch.nn.Parameter(torch.tensor(2.7))
     optimizer = torch.optim.AdamW([*learned, scale], lr=1e-3, weight_decay=0.01)
     start, right = time.perf_counter(), []
     while (share := (time.perf_counter() - start) / 60 / minutes) < 1:
         optimizer.param_groups[0]["lr"] = 1e-3 * min(1, (step + 1) / 20) * max(0.05, 1 - share)
         chosen = rng.choice(len(pages), batch, replace=False)
-        asked = prompts.questions([question(pages[one], int(rng.integers(4))) for one in chosen])
+        asked = prompts.questions([question(pages[index], int(rng.integers(4))) for index in chosen])
         vectors = embed(model, prompts, encoded[chosen])
         scores = score(model(**asked).embeddings, asked["attention_mask"].float(), vectors) * scale.exp()
         loss = torch.nn.functional.cross_entropy(scores, torch.arange(batch))
@@ -156,7 +156,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = assemble()
     prompts = Prompts(model)
-    train(model, prompts, [draw(TRAIN_SEED, one) for one in range(args.pages)], args.minutes, args.batch)
+    train(model, prompts, [draw(TRAIN_SEED, index) for index in range(args.pages)], args.minutes, args.batch)
     model.save_pretrained(args.out)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of results: written where the machine was quiet, read without those where it was not.
+"""Read and write rows of results, and mark or skip rows of a loaded machine.
 
-**Loaded** is a row whose load is above the machine's cores: something then waited for a core, and a time tells of that
-too. The load is the average over a minute that the system keeps, the larger one of the begin and the end of the row;
-the threads of the script itself are in it, so a script that leaves one core free bears one busy neighbour. Accuracy,
-tokens and bytes do not depend on the load: pages show them of any row, and times of quiet rows alone.
+A row is **loaded** if its load is above the number of cores: processes then waited for a core, which affects times. The
+load is the system's one-minute average, the maximum of the beginning and the end of the row. It includes the script's
+threads, so a script that leaves one core free tolerates one busy process. Accuracy, tokens and bytes do not depend on
+the load. Pages show them for all rows, and times for rows that are not loaded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ ALLOW = "--allow-load"
 
 
 class Load:
-    """The load of the machine from where it is made on. allowed: whether a loaded row may be written, marked.
+    """Track the machine's load from construction on.
 
-    Raises SystemExit, here and in `record`, where the machine is loaded and that is not allowed.
+    Args:
+        allowed: Mark loaded rows instead of raising.
+
+    Raises:
+        SystemExit: In the constructor and in `record`, if the machine is loaded and `allowed` is false.
     """
 
     def __init__(self, allowed: bool) -> None:
@@ -31,15 +35,15 @@ class Load:
         self.begin = self.record()["load"]
 
     def record(self) -> dict[str, Any]:
-        """Return what a row says of the load so far."""
+        """Return the load fields of a row."""
         row = {"load": round(max(self.begin, _now()), 2), "cpus": os.cpu_count()}
         if not is_loaded(row):
             return row
         if not self.allowed:
             raise SystemExit(
-                f"the load is {row['load']} on {row['cpus']} cores: other work would be in the times, and this row is "
-                f"not written. Wait for a quiet machine and go on with --resume, or mark rows with {ALLOW}: pages "
-                "leave their times out"
+                f"The load is {row['load']} on {row['cpus']} cores, so times would be wrong and no row is written. "
+                f"Continue on an idle machine with --resume, or mark rows with {ALLOW}: pages omit "
+                "their times."
             )
         return row | {"loaded": True}
 
@@ -49,60 +53,63 @@ def _now() -> float:
 
 
 class Rows:
-    """A file of results that is written row by row.
+    """A results file that is written row by row.
 
-    first: its header. same: what a row of the same measurement says of itself: code, threads, and the like. args: of
-    the command, with what `add_options` adds.
+    With `--resume`, rows of the same measurement in the file are kept (loaded rows only if they are allowed). With
+    `--missing`, rows of other code versions are kept, too.
 
-    With `--resume` it goes on after the rows of the same measurement that the file has, quiet ones unless loaded ones
-    are allowed; with `--missing` it takes rows of other code, too.
+    Args:
+        path: The file.
+        first: Its header.
+        args: Parsed options, including those of `add_options`.
+        same: Fields that identify the measurement, such as code and threads.
     """
 
     def __init__(self, path: Path, first: dict[str, Any], args: argparse.Namespace, **same: Any) -> None:
         self.path, self.first, self.same, self.records = path, first, same, []
-        # A tiny run proves the code: its times are read by nobody.
+        # Tiny runs check the code, and nobody uses their times.
         self.allowed = args.allow_load or getattr(args, "tiny", False)
         if (args.resume or args.missing) and path.exists():
-            asked = {key: value for key, value in same.items() if not (args.missing and key == "code")}
+            required = {key: value for key, value in same.items() if not (args.missing and key == "code")}
             self.records = [
-                one
-                for one in (read if self.allowed else quiet)(path)[1]
-                if "place" in one and "failed" not in one and all(one.get(key) == asked[key] for key in asked)
+                row
+                for row in (read if self.allowed else quiet)(path)[1]
+                if "place" in row and "failed" not in row and all(row.get(key) == required[key] for key in required)
             ]
 
-    def known(self, place: Any) -> list[dict[str, Any]]:
-        """Return the rows of a place that need not be measured."""
-        place = json.loads(json.dumps(place))
-        return [one for one in self.records if one["place"] == place]
+    def known(self, key: Any) -> list[dict[str, Any]]:
+        """Return the existing rows of a measurement key."""
+        key = json.loads(json.dumps(key))
+        return [row for row in self.records if row["place"] == key]
 
-    def measure(self, place: Any, run: Callable[[], dict[str, Any] | list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Return the rows of a place: those that are known, or else what `run` measures, which is written at once."""
-        if known := self.known(place):
+    def measure(self, key: Any, run: Callable[[], dict[str, Any] | list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Return the existing rows of a key, or run the measurement and write its rows."""
+        if known := self.known(key):
             return known
-        load, made = Load(self.allowed), run()
+        load, results = Load(self.allowed), run()
         about = {
             **self.same,
             **load.record(),
-            "place": json.loads(json.dumps(place)),
+            "place": json.loads(json.dumps(key)),
             "date": datetime.date.today().isoformat(),
         }
-        made = [one | about for one in ([made] if isinstance(made, dict) else made)]
-        self.records += made
+        results = [result | about for result in ([results] if isinstance(results, dict) else results)]
+        self.records += results
         write(self.path, [self.first, *self.records])
-        return made
+        return results
 
 
 def add_options(parser: argparse.ArgumentParser, resume: bool = True) -> None:
     """Add `--allow-load`, and `--resume` and `--missing`."""
-    parser.add_argument(ALLOW, action="store_true", help="write rows of a loaded machine too, marked as such")
+    parser.add_argument(ALLOW, action="store_true", help="write rows of a loaded machine too, and mark them")
     if not resume:
         return
-    parser.add_argument("--resume", action="store_true", help="measure only what the file does not have of this code")
-    parser.add_argument("--missing", action="store_true", help="measure only what the file does not have of any code")
+    parser.add_argument("--resume", action="store_true", help="skip rows that the file has for this code version")
+    parser.add_argument("--missing", action="store_true", help="skip rows that the file has for any code version")
 
 
 def write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Write a file of results. Whoever is cut off meanwhile leaves the file that was there."""
+    """Write a results file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f"{path.name}.part")
     half.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
@@ -110,27 +117,27 @@ def write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def is_loaded(row: dict[str, Any], header: dict[str, Any] | None = None) -> bool:
-    """Tell whether a row was taken at a load above the cores; what a row does not say its file's header does."""
+    """Return whether the load of a row was above the cores. Missing fields come from the file's header."""
     timing = row.get("timing") or {}
-    told = (header or {}) | (row.get("environment") or {}) | {key: row[key] for key in ("load", "cpus") if key in row}
-    load = timing.get("load", told.get("load"))
-    cores = told.get("cpus", told.get("cores"))
+    fields = (header or {}) | (row.get("environment") or {}) | {key: row[key] for key in ("load", "cpus") if key in row}
+    load = timing.get("load", fields.get("load"))
+    cores = fields.get("cpus", fields.get("cores"))
     return bool(row.get("loaded")) or (load is not None and cores is not None and load > cores)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header of a file of results and all of its rows."""
+    """Return the header of a results file and all of its rows."""
     first, *records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     return first, records
 
 
 def quiet(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header of a file of times and those of its rows that are not loaded."""
+    """Return the header of a results file and the rows that are not loaded."""
     first, records = read(path)
-    return first, [one for one in records if not is_loaded(one, first)]
+    return first, [row for row in records if not is_loaded(row, first)]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the quiet rows of a file that has no header."""
+    """Return the rows that are not loaded of a file without a header."""
     records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return [one for one in records if not is_loaded(one)]
+    return [row for row in records if not is_loaded(row)]

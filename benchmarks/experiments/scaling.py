@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How time and peak memory of choosing and removing tokens grow with the visual tokens of one image.
+"""Measure the growth of time and peak memory of token selection and removal with the visual tokens of an image.
 
     python benchmarks/experiments/scaling.py --resume
 
-"selection": a method's choice alone (with the attention rows it asks for), on made-up features of width 1024 (256 on a
-CPU; keys likewise), a ninth of the tokens stay; of a method that cuts several times the first cut, which sees all
-tokens. "products": its time as multiples of one product of all tokens and those that stay. "merge": one step of a
-tower's merging. "engine": what the engine adds to a prefill, as the stats tell (`overhead_ms` of `uniform` in a small
-model), and its keys and values against the closed form. Memory is what the peak rises by: of a process of its own on
-the CPU, whose memory and CPU time are limited (what needs more says so, and nothing larger is tried), as the allocator
-tells on a GPU. Times: the best of a few runs, on a CPU those of the processor, which other work changes less than wall
-time (it is in the file, too). Exponents: straight lines through the logarithms from 2880 tokens on.
+"selection": the selection of a method (with its attention rows) on random features of width 1024 (256 on a CPU), which
+keeps a ninth of the tokens. For methods with several cuts, the first cut, which sees all tokens. "products": this time
+as a multiple of one matrix product of all tokens and the kept tokens. "merge": one step of a tower's merging. "engine":
+the engine's addition to a prefill (`overhead_ms` of `uniform` in a small model), and its KV bytes against the closed
+form. Memory is the rise of the peak: on a CPU of a fresh process with limited memory and CPU time (a point beyond the
+limit is marked, and larger points are skipped), on a GPU from the allocator. Times are the best of a few runs, on a CPU
+as CPU time (wall time is in the file, too). Exponents are slopes of linear fits to the logarithms from 2880 tokens on.
+The raw file is benchmarks/results/DEVICE/scaling.jsonl.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ MERGES = {
 }
 
 
-def prepared(what: str, name: str, count: int, device: torch.device) -> Callable[[], Any]:
-    """Return a function that does once what is measured."""
+def prepared(operation: str, name: str, count: int, device: torch.device) -> Callable[[], Any]:
+    """Return a function that runs the measured operation once."""
     torch.manual_seed(0)
-    if what == "merge":
+    if operation == "merge":
         keys = torch.randn(1, count, 64, device=device)
         return partial(MERGES[name], keys)
-    if what == "selection":
+    if operation == "selection":
         return choice_of(name, count, device)[0]
     model = llava("tiny", device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     ids = prompt(count, device)
@@ -89,28 +89,43 @@ def prepared(what: str, name: str, count: int, device: torch.device) -> Callable
     return run
 
 
-def one(
-    what: str, name: str, count: int, device: torch.device, threads: int, limit: int | None, most: float | None = None
+def measure_point(
+    operation: str,
+    name: str,
+    count: int,
+    device: torch.device,
+    threads: int,
+    limit: int | None,
+    max_seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Measure one point. limit: bytes that the process may take, if it is one of its own; most: seconds of computing
-    that the first run may."""
+    """Measure one point.
+
+    Args:
+        what: "selection", "merge" or "engine".
+        name: Method or merging.
+        count: Number of visual tokens.
+        device: Device of the run.
+        threads: Number of threads.
+        limit: Maximum bytes of a separate process, or None if this process measures.
+        most: Maximum CPU seconds of the first run.
+    """
     torch.set_num_threads(threads)
     if limit is not None:
-        # glibc keeps large blocks that were freed, more of them the longer a loop runs. Give them back at once, so that
-        # the peak is what was in use.
+        # glibc keeps large freed blocks, in growing numbers in a loop. Return them at once, so that the peak
+        # only has memory in use.
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
     clock = Clock(device)
     try:
         with torch.inference_mode():
-            prepared(what, name, min(count, 64 * SHARE), device)()  # what is loaded once
-            run = prepared(what, name, count, device)
+            prepared(operation, name, min(count, 64 * SHARE), device)()  # one-time allocations
+            run = prepared(operation, name, count, device)
             if limit is not None:
                 resource.setrlimit(resource.RLIMIT_AS, (limit + _address_space(), resource.RLIM_INFINITY))
-            told: dict[str, Any] = {}
-            with _at_most(most), Peak(device) as peak:
-                taken = [clock(lambda: told.update(result=run()))]
-            if taken[0][0] < 1:
-                taken += [clock(run) for _ in range(3)]
+            output: dict[str, Any] = {}
+            with _at_most(max_seconds), Peak(device) as peak:
+                seconds_of_runs = [clock(lambda: output.update(result=run()))]
+            if seconds_of_runs[0][0] < 1:
+                seconds_of_runs += [clock(run) for _ in range(3)]
     except TokenPruneError as error:
         return {"failed": str(error)}
     except TimeoutError:
@@ -119,20 +134,20 @@ def one(
         if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
             raise
         return {"failed": "more memory than the limit"}
-    if what == "engine":
-        return told["result"] | {"seconds": told["result"]["overhead_ms"] / 1000, "peak": None}
-    seconds, cpu = map(min, zip(*taken, strict=True))
-    made = {"seconds": seconds, "peak": peak.bytes} | ({"cpu": cpu} if device.type == "cpu" else {})
-    if what == "selection":
+    if operation == "engine":
+        return output["result"] | {"seconds": output["result"]["overhead_ms"] / 1000, "peak": None}
+    seconds, cpu = map(min, zip(*seconds_of_runs, strict=True))
+    measured = {"seconds": seconds, "peak": peak.bytes} | ({"cpu": cpu} if device.type == "cpu" else {})
+    if operation == "selection":
         tokens = choice_of(name, count, device)[1]
         all_, some = tokens.hidden[0], tokens.hidden[0, : tokens.keep[0]].T
-        made |= {"tokens": tokens.counts[0], "product": min(clock(lambda: all_ @ some)[-1] for _ in range(2))}
-    return made
+        measured |= {"tokens": tokens.counts[0], "product": min(clock(lambda: all_ @ some)[-1] for _ in range(2))}
+    return measured
 
 
 @contextmanager
 def _at_most(seconds: float | None) -> Iterator[None]:
-    """Raise TimeoutError once the process computed for so many seconds."""
+    """Raise TimeoutError after a number of CPU seconds."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError
@@ -154,7 +169,7 @@ def _address_space() -> int:
 
 
 def exponent(values: dict[int, float | None]) -> float | None:
-    """b of the line log(value) = a + b log(tokens) through the points from 2880 tokens on."""
+    """Return the slope of log(value) over log(tokens) from 2880 tokens on."""
     points = {n: v for n, v in values.items() if v and n >= 2880}
     if len(points) < 2:
         return None
@@ -162,42 +177,46 @@ def exponent(values: dict[int, float | None]) -> float | None:
     return statistics.linear_regression(x, y).slope
 
 
-def record(what: str, name: str, counts: Sequence[int], args: argparse.Namespace, limit: int | None) -> dict[str, Any]:
-    """Measure one row: a method at all counts, up to the first that needs more memory than the limit."""
+def record(
+    operation: str, name: str, counts: Sequence[int], args: argparse.Namespace, limit: int | None
+) -> dict[str, Any]:
+    """Measure a method at all counts, up to the first count beyond the limit."""
     device, points = torch.device(args.device), {}
     for count in counts:
         if limit is None:
-            points[count] = one(what, name, count, device, args.threads, None)
+            points[count] = measure_point(operation, name, count, device, args.threads, None)
             torch.cuda.empty_cache()
         else:
-            # Forked before this process computed anything: nothing of torch's is shared but its code.
+            # Fork before this process computes anything, so that no tensors are shared.
             with multiprocessing.get_context("fork").Pool(1) as pool:
-                points[count] = pool.apply(one, (what, name, count, device, args.threads, limit, args.seconds))
+                points[count] = pool.apply(
+                    measure_point, (operation, name, count, device, args.threads, limit, args.seconds)
+                )
         if "failed" in points[count]:
             break
     ran = {count: point for count, point in points.items() if "failed" not in point}
-    if what == "engine" and any(p["kv_bytes"] != p["kv_bytes_predicted"] for p in ran.values()):
-        raise SystemExit(f"keys and values take other bytes than the closed form says: {ran}")
-    made = {"what": what, "method": name, "points": {str(count): point for count, point in points.items()}}
+    if operation == "engine" and any(p["kv_bytes"] != p["kv_bytes_predicted"] for p in ran.values()):
+        raise SystemExit(f"KV bytes differ from the closed form: {ran}")
+    row = {"what": operation, "method": name, "points": {str(count): point for count, point in points.items()}}
     for key in ("seconds", "cpu", "peak"):
         values = {point.get("tokens", count): point.get(key) for count, point in ran.items()}
         if any(values.values()):
-            made[f"{key}_exponent"] = exponent(values)
-    return made
+            row[f"{key}_exponent"] = exponent(values)
+    return row
 
 
-def rows_of(made: dict[str, Any], counts: Sequence[int]) -> Iterator[list[str]]:
-    """Yield the lines of the printed table for a row: of time, of it in products, and of memory."""
-    time = "cpu" if "cpu_exponent" in made else "seconds"
+def rows_of(row: dict[str, Any], counts: Sequence[int]) -> Iterator[list[str]]:
+    """Yield the lines of the printed table for a row: time, time in products, and memory."""
+    time = "cpu" if "cpu_exponent" in row else "seconds"
     for key, unit, digits, label in ((time, 1e-3, 2, "ms"), ("product", 0, 1, "products"), ("peak", 2**20, 1, "MiB")):
-        found = [made["points"].get(str(count), {}) for count in counts]
-        if not any(point.get(key) for point in found):
+        points = [row["points"].get(str(count), {}) for count in counts]
+        if not any(point.get(key) for point in points):
             continue
-        values = [point.get(key) and (point[key] / unit if unit else point[time] / point[key]) for point in found]
+        values = [point.get(key) and (point[key] / unit if unit else point[time] / point[key]) for point in points]
         cells = [">" if "failed" in p else "" if v is None else f"{v:.{digits}f}"
-                 for p, v in zip(found, values, strict=True)]  # fmt: skip
-        slope = made.get(f"{key}_exponent")
-        yield [f"{made['what']}, {label}", made["method"], *cells, "" if slope is None else f"{slope:.2f}"]
+                 for p, v in zip(points, values, strict=True)]  # fmt: skip
+        slope = row.get(f"{key}_exponent")
+        yield [f"{row['what']}, {label}", row["method"], *cells, "" if slope is None else f"{slope:.2f}"]
 
 
 def main() -> None:
@@ -205,16 +224,16 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
     parser.add_argument("--methods", default=",".join(selecting_methods()))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=3.0, help="GiB that a measurement on the CPU may take")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of computing that a run on the CPU may take")
+    parser.add_argument("--limit", type=float, default=3.0, help="maximum GiB of a measurement on the CPU")
+    parser.add_argument("--seconds", type=float, default=60.0, help="maximum CPU seconds of a run on the CPU")
     parser.add_argument("--device", default=default_device())
     add_options(parser)
-    parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
+    parser.add_argument("--tiny", action="store_true", help="check the code in seconds")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/scaling.jsonl")
     args = parser.parse_args()
     device, console = torch.device(args.device), Console()
     counts = (576, 2880) if args.tiny else args.counts
-    whats = [("selection", name) for name in args.methods.split(",")] + [("merge", name) for name in MERGES]
+    operations = [("selection", name) for name in args.methods.split(",")] + [("merge", name) for name in MERGES]
     limit = None if device.type == "cuda" else int(args.limit * 2**30)
     first = header(
         device, threads=args.threads, width=WIDTH[device.type], heads=HEADS, share=SHARE, limit=limit, counts=counts,
@@ -225,9 +244,9 @@ def main() -> None:
     table = Table(title=f"One image, {first['device']}, {args.threads} threads")
     for column in ("", "method", *map(str, counts), "exponent"):
         table.add_column(column, justify="right" if column.isdigit() or column == "exponent" else "left")
-    for what, name in track([*whats, ("engine", "uniform")], description="scaling", console=console):
-        (made,) = known.measure((what, name), partial(record, what, name, counts, args, limit))
-        for cells in rows_of(made, counts):
+    for operation, name in track([*operations, ("engine", "uniform")], description="scaling", console=console):
+        (row,) = known.measure((operation, name), partial(record, operation, name, counts, args, limit))
+        for cells in rows_of(row, counts):
             table.add_row(*cells)
     console.print(table)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up tokens of one image or video, for benchmarks of a method's choice alone."""
+"""Random tokens of an image or video, for benchmarks of token selection."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tokenprune.selection.segments import LayerInput, Patches, Segments
 from tokenprune.selection.source import TokenSource
 
 WIDTH, HEADS, TEXT, SHARE = {"cuda": 1024, "cpu": 256}, 8, 64, 9
-PLACES, SCENE = 196, 16  # tokens of a frame, and frames of a scene
+FRAME_TOKENS, SCENE = 196, 16  # tokens per frame, and frames per scene
 LAYERS = 32
-_WITHOUT_CHOICE = ("vtw",)  # which withdraws all tokens of an image, or none
+_WITHOUT_CHOICE = ("vtw",)  # keeps all or none of an image's tokens
 
 
 def selecting_methods() -> list[str]:
-    """Return the names of the methods that choose among visual tokens that are there."""
+    """Return the names of the methods that select among visual tokens."""
     sites = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
     names = [name for name in tokenprune.available_methods() if tokenprune.method_info(name).site in sites]
     return [name for name in names if name not in _WITHOUT_CHOICE]
 
 
 def choosing(name: str) -> Method:
-    """Return the method, or the first of its cuts, which sees all tokens, where its cuts choose and not itself."""
+    """Return the method, or its first cut, which sees all tokens, if only its cuts select."""
     method = tokenprune.method(name)
     if type(method).select is not Pruner.select or type(method).score is not Pruner.score:
         return method
@@ -42,7 +42,7 @@ def choosing(name: str) -> Method:
 
 @dataclass(kw_only=True)
 class MadeUp(TokenSource):
-    """One image of `count` tokens with text behind it; what a method reads is computed on demand, as in an engine."""
+    """Source of one image of `count` tokens followed by text. Observables are computed on demand, as in an engine."""
 
     hidden: torch.Tensor
     seen: Any
@@ -68,7 +68,7 @@ class MadeUp(TokenSource):
         return self.input_of_layer
 
     def note(self, text: str) -> None:
-        """Nobody reads what a method says here."""
+        """Ignore notes of a method."""
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:])
@@ -103,45 +103,48 @@ class MadeUp(TokenSource):
         return self.attention_before.keys(self.width)[:, : self.count, :heads].float().softmax(1)
 
     def patches(self, segments: Segments) -> Patches:
-        place = segments.position
+        positions = segments.position
         frames, height, width = segments.grids[0]
-        inside = place % (height * width)
-        size = [torch.full_like(place, n) for n in (height, width, 1)]
-        return Patches(place // (height * width), inside // width, inside % width, *size, tiles=frames)
+        inside = positions % (height * width)
+        size = [torch.full_like(positions, n) for n in (height, width, 1)]
+        return Patches(positions // (height * width), inside // width, inside % width, *size, tiles=frames)
 
 
 def visual_tokens(method: Method, count: int, device: torch.device) -> VisualTokens:
-    """Return `count` tokens, with everything that `method` may read of them: one image of independent features, or,
-    for a method that compares frames, as many frames as come nearest, of scenes that hardly change."""
+    """Return `count` tokens with everything that `method` may read.
+
+    The tokens are one image of independent features. For methods that compare frames, they are a video of about `count`
+    tokens, with scenes of similar frames.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     channels, video = WIDTH[device.type], compares_frames(method)
-    frames = max(1, round(count / PLACES))
-    count = frames * PLACES if video else count
+    frames = max(1, round(count / FRAME_TOKENS))
+    count = frames * FRAME_TOKENS if video else count
     hidden, keys = (torch.randn(1, count + TEXT, channels, device=device, dtype=dtype) for _ in range(2))
     if video:
-        scenes = torch.randn(-(-frames // SCENE), 1, PLACES, channels, device=device, dtype=dtype)
+        scenes = torch.randn(-(-frames // SCENE), 1, FRAME_TOKENS, channels, device=device, dtype=dtype)
         hidden[0, :count] *= 0.3
         hidden[0, :count] += scenes.expand(-1, SCENE, -1, -1).reshape(-1, channels)[:count]
     by_head = keys.view(1, count + TEXT, HEADS, -1).transpose(1, 2)
-    seen = Observation(by_head, by_head, None, (channels // HEADS) ** -0.5, value=by_head)
+    observed = Observation(by_head, by_head, None, (channels // HEADS) ** -0.5, value=by_head)
     angles = torch.arange(count + TEXT, device=device)[None, :, None] / torch.arange(1, 33, device=device)
     entered = LayerInput(keys, (angles.cos(), angles.sin()))
-    source = MadeUp(hidden=hidden, seen=seen, count=count, needs=method.needs, input_of_layer=entered)
-    place = torch.arange(count, device=device)[None]
+    source = MadeUp(hidden=hidden, seen=observed, count=count, needs=method.needs, input_of_layer=entered)
+    positions = torch.arange(count, device=device)[None]
     width = 14 if video else max(w for w in range(1, math.isqrt(count) + 1) if count % w == 0)
     grid = (frames, 14, 14) if video else (1, count // width, width)
-    mask, sizes = torch.ones_like(place, dtype=torch.bool), [PLACES] * frames if video else [count]
+    mask, sizes = torch.ones_like(positions, dtype=torch.bool), [FRAME_TOKENS] * frames if video else [count]
     kind = "video" if video else "image"
-    return VisualTokens(Segments([0], [0], [count], place, mask, [grid], [kind], [sizes]), [count // SHARE], source)
+    return VisualTokens(Segments([0], [0], [count], positions, mask, [grid], [kind], [sizes]), [count // SHARE], source)
 
 
 def choice_of(name: str, count: int, device: torch.device) -> tuple[Callable[[], Any], VisualTokens]:
-    """Return a function that chooses once among `count` tokens, and the tokens."""
+    """Return a function that selects among `count` tokens, and the tokens."""
     method = choosing(name)
     tokens = visual_tokens(method, count, device)
 
     def select() -> Any:
-        source = dataclasses.replace(tokens._source)  # nothing of what was computed before
+        source = dataclasses.replace(tokens._source)  # without cached observables
         return method.select(VisualTokens(tokens.segments, tokens.keep, source))
 
     return select, tokens

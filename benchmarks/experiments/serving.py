@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load on vLLM's OpenAI server with fewer visual tokens: requests per second and time to the first token.
+"""Measure requests per second and time to first token of vLLM's OpenAI server with fewer visual tokens.
 
     python benchmarks/experiments/serving.py --json benchmarks/results/serving.jsonl
 
-Run it beside a vLLM; `make .venv-vllm/.setup-done` sets up its CPU build (and openai, which comes with it).
+Run this in an environment with vLLM. `make .venv-vllm/.setup-done` installs its CPU build, including openai.
 
-One server, started with `{"tokenprune": {"off": true}}`; each request says how much it keeps, so all settings meet the
-same process. Every request has an image of its own, so nothing comes from a cache. The settings take turns, round by
-round, so that a drift of the machine's speed cancels. Without --model the server serves a random LLaVA with a small
-tower, 576 visual tokens an image and a decoder of about 100 M parameters.
+One server runs with `{"tokenprune": {"off": true}}`. Each request sets its own keep, so all settings use the same
+process. Every request has a new image, so no cache applies. The settings take turns in each round, which cancels drifts
+of the machine's speed. Without --model, the server runs a random LLaVA with a small tower, 576 visual tokens per image
+and a decoder of about 100 M parameters.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ QUESTION = "What is in the picture?"
 
 
 def write_model(folder: Path, **shape: int) -> None:
-    """A random LLaVA whose language model holds nearly all of its parameters, with a tokenizer of bytes. shape: of its
-    decoder, where it shall be another one."""
+    """Write a random LLaVA, most of whose parameters are in its decoder, with a byte tokenizer.
+
+    `shape` overrides sizes of the decoder.
+    """
     from safetensors.torch import load_file, save_file
     from transformers import (
         CLIPImageProcessor,
@@ -72,7 +74,7 @@ def write_model(folder: Path, **shape: int) -> None:
     text = LlamaConfig(**text | shape)
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=SPECIAL.index("<image>"))
     LlavaForConditionalGeneration(config).save_pretrained(folder)
-    # vLLM wants the names that checkpoints of LLaVA have on the hub.
+    # vLLM expects the parameter names of LLaVA checkpoints on the hub.
     weights = load_file(folder / "model.safetensors")
     names = {name: re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name) for name in weights}
     save_file({names[name]: value for name, value in weights.items()}, folder / "model.safetensors", {"format": "pt"})
@@ -84,24 +86,24 @@ def write_model(folder: Path, **shape: int) -> None:
 
 
 def byte_tokenizer(special: list[str], **names: str) -> Any:
-    """A tokenizer of bytes, behind the special tokens. names: of special tokens that a processor looks for."""
+    """Build a tokenizer of bytes after the special tokens. `names` are special tokens that a processor looks up."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    made = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", extra_special_tokens=names
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", extra_special_tokens=names
     )
 
 
 @contextmanager
 def served(model: str | None, extra: list[str], console: Console) -> Iterator[str]:
-    """Start a server and yield its address."""
-    with tempfile.TemporaryDirectory() as place, socket.socket() as free:
-        where = Path(place)
+    """Start a server, yield its address, and stop it."""
+    with tempfile.TemporaryDirectory() as temporary, socket.socket() as free:
+        where = Path(temporary)
         if model is None:
             write_model(where / "model")
             (where / "template.jinja").write_text(TEMPLATE)
@@ -116,7 +118,7 @@ def served(model: str | None, extra: list[str], console: Console) -> Iterator[st
             "--mm-processor-kwargs", '{"tokenprune": {"off": true}}', *extra,
         ]  # fmt: skip
         with (where / "log").open("w") as log:
-            # vLLM's CPU build asks for nearly all memory otherwise; a GPU build does not know the variable.
+            # vLLM's CPU build otherwise reserves most of the memory. GPU builds ignore the variable.
             environment = {"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ}
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
             try:
@@ -139,12 +141,12 @@ def _healthy(port: int) -> bool:
 
 
 def noise_image(seed: int, size: int) -> dict[str, Any]:
-    """An image of noise, of which there is no second, as a part of a message."""
+    """Return a unique noise image as a part of a message."""
     return {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64," + noise(seed, size)}}
 
 
 def noise(seed: int, size: int) -> str:
-    """An image as base64 of a JPEG. size: its edge in pixels."""
+    """Return a noise image as base64 of a JPEG. `size` is its edge in pixels."""
     buffer = io.BytesIO()
     pixels = np.random.default_rng(seed).integers(0, 256, (size // 8, size // 8, 3), dtype=np.uint8)
     Image.fromarray(pixels).resize((size, size)).save(buffer, "JPEG", quality=90)
@@ -158,8 +160,10 @@ async def ask(
     tokens: int,
     question: str = QUESTION,
 ) -> tuple[float, int]:
-    """Return seconds to the first token, and the length of the prompt as the server counts it. part: an image or a
-    video, as a part of a message."""
+    """Return the seconds to the first token, and the server's count of prompt tokens.
+
+    `part` is an image or a video as a part of a message.
+    """
     start, first, length = time.perf_counter(), None, 0
     stream = await client.chat.completions.create(
         model="served",
@@ -183,15 +187,15 @@ async def load(
     tokens: int,
     question: str = QUESTION,
 ) -> tuple[float, list[tuple[float, int]]]:
-    """Send all requests, `concurrency` of them at a time; return the seconds it took, and the answers."""
+    """Send all requests, at most `concurrency` at a time. Return the total seconds and the answers."""
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(part: dict[str, Any]) -> tuple[float, int]:
+    async def send(part: dict[str, Any]) -> tuple[float, int]:
         async with gate:
             return await ask(client, part, setting, tokens, question)
 
     start = time.perf_counter()
-    answers = await asyncio.gather(*(one(part) for part in parts))
+    answers = await asyncio.gather(*(send(part) for part in parts))
     return time.perf_counter() - start, answers
 
 
@@ -203,18 +207,18 @@ async def sweep(url: str, args: argparse.Namespace, console: Console) -> list[di
     records = []
     for concurrency in args.concurrency:
         seconds, answers = defaultdict(list), defaultdict(list)
-        for round_ in range(-1, args.rounds):  # one round to warm up
+        for round_ in range(-1, args.rounds):  # the first is a warm-up
             for name, setting in settings.items():
                 images = [noise_image(next(seeds), args.size) for _ in range(max(args.requests, concurrency))]
-                took, got = await load(client, images, setting, concurrency, args.tokens)
+                took, new_answers = await load(client, images, setting, concurrency, args.tokens)
                 if round_ >= 0:
                     seconds[name].append(len(images) / took)
-                    answers[name] += got
+                    answers[name] += new_answers
         for name in settings:
             waits = sorted(first for first, _ in answers[name])
             records.append({
                 "setting": name, "concurrency": concurrency, "requests_per_second": seconds[name],
-                # Paired by round.
+                # Ratios per round.
                 "speedup": statistics.median(a / b for a, b in zip(seconds[name], seconds["off"], strict=True)),
                 "ttft_p50": waits[len(waits) // 2], "ttft_p99": waits[min(len(waits) - 1, int(0.99 * len(waits)))],
                 "prompt_tokens": statistics.mean(length for _, length in answers[name]),
@@ -224,7 +228,7 @@ async def sweep(url: str, args: argparse.Namespace, console: Console) -> list[di
 
 
 def write(path: Path, args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    """Write records to a file, a line each, with the versions and arguments that they were made with."""
+    """Write records to a file, one per line, with versions and arguments."""
     import vllm
 
     import tokenprune
@@ -235,26 +239,26 @@ def write(path: Path, args: argparse.Namespace, records: list[dict[str, Any]]) -
         **{key: value for key, value in vars(args).items() if key not in ("json", "allow_load")},
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(header | one) + "\n" for one in records))
+    path.write_text("".join(json.dumps(header | record) + "\n" for record in records))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="path or name; default: a random LLaVA, see above")
+    parser.add_argument("--model", help="path or name; default: a random LLaVA (see above)")
     parser.add_argument(
-        "--server", nargs=argparse.REMAINDER, default=[], help="further arguments of vLLM's server, last"
+        "--server", nargs=argparse.REMAINDER, default=[], help="more arguments of vLLM's server, must be last"
     )
     parser.add_argument("--method", default="divprune")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 0.25])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=8, help="in each round, and at least the concurrency")
-    parser.add_argument("--tokens", type=int, default=8, help="tokens of each answer")
+    parser.add_argument("--requests", type=int, default=8, help="requests per round, at least the concurrency")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens per answer")
     parser.add_argument("--size", type=int, default=336, help="edge of the images in pixels")
     parser.add_argument("--json", type=Path)
     add_options(parser, resume=False)
     args = parser.parse_args()
-    args.load = Load(args.allow_load).begin  # of other work: what a server takes is what is measured
+    args.load = Load(args.allow_load).begin  # the server causes load itself, so only the load before it counts
     console = Console()
     with served(args.model, args.server, console) as url:
         records = asyncio.run(sweep(url, args, console))
@@ -262,11 +266,11 @@ def main() -> None:
     table = Table(title=f"{args.method}, {args.model or 'random LLaVA of 100 M parameters'}, {os.cpu_count()} cores")
     for column in ("at once", "setting", "prompt", "requests/s", "over off", "TTFT p50, s", "p99, s"):
         table.add_column(column, justify="left" if column == "setting" else "right")
-    for one in records:
+    for record in records:
         table.add_row(
-            str(one["concurrency"]), one["setting"], f"{one['prompt_tokens']:.0f}",
-            f"{statistics.median(one['requests_per_second']):.2f}", f"{one['speedup']:.2f}", f"{one['ttft_p50']:.3f}",
-            f"{one['ttft_p99']:.3f}",
+            str(record["concurrency"]), record["setting"], f"{record['prompt_tokens']:.0f}",
+            f"{statistics.median(record['requests_per_second']):.2f}", f"{record['speedup']:.2f}",
+            f"{record['ttft_p50']:.3f}", f"{record['ttft_p99']:.3f}",
         )  # fmt: skip
     console.print(table)
     if args.json:

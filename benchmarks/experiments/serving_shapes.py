@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a vLLM server ever slower with fewer visual tokens? Small and large images and a video, new and seen before.
+"""Test whether a vLLM server is ever slower with fewer visual tokens, for images and a video, new and cached.
 
     .venv-vllm/bin/python benchmarks/experiments/serving_shapes.py --json benchmarks/results/serving_shapes.jsonl
 
-What reduction costs is largest beside what it saves where images are small, where the decoder is, and where vLLM has
-the image in its caches already. So the model is a Qwen2.5-VL with random weights and a decoder of 12 M parameters. One
-server; each request says how much it keeps. Shapes and numbers of requests at once are measured one after another;
-within one, the settings take turns, round by round, first with media that the server has not seen, then with the same
-media and another question. Ratios are of requests per second, paired by round.
+Pruning costs most in relation to its savings with small images, a small decoder, and images that are in vLLM's caches.
+The model is therefore a Qwen2.5-VL with random weights and a decoder of 12 M parameters. One server runs, and each
+request sets its own keep. Shapes and concurrencies are measured one after another. Within each, the settings take turns
+in each round, first with new media, then with the same media and another question. Ratios of requests per second are
+computed per round.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from rich.table import Table
 from rows import Load, add_options
 from serving import QUESTION, TEMPLATE, byte_tokenizer, load, noise, noise_image, served, write
 
-# By their visual tokens: the edge of an image in pixels, a token for 28 x 28 of them; or frames, of which two are one.
+# By visual tokens: the edge of an image in pixels (28 x 28 pixels per token), or frames (two per temporal patch) and
+# edge.
 SHAPES = {"36": 168, "576": 672, "2304": 1344, "video": (16, 224)}
 SPECIAL = "<pad> <s> </s> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>".split()
 QUESTIONS = {"new": QUESTION, "seen": "How many are there of them?"}
 
 
 def write_model(folder: Path, **shape: int) -> None:
-    """A random Qwen2.5-VL with a small tower. shape: of its decoder, where it shall be another one."""
+    """Write a random Qwen2.5-VL with a small tower. `shape` overrides sizes of the decoder."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
@@ -64,7 +65,7 @@ def write_model(folder: Path, **shape: int) -> None:
     }  # fmt: skip
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
-    # vLLM normalizes images and videos alike.
+    # vLLM normalizes images and videos with the same values.
     common = dict(patch_size=14, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     Qwen2_5_VLProcessor(
         Qwen2VLImageProcessor(size={"shortest_edge": 28**2, "longest_edge": 1344**2}, **common),
@@ -75,7 +76,7 @@ def write_model(folder: Path, **shape: int) -> None:
 
 
 def medium(shape: int | tuple[int, int], seeds: Iterator[int]) -> dict[str, Any]:
-    """An image or a video that no other request has, as a part of a message."""
+    """Return a unique image or video as a part of a message."""
     if isinstance(shape, int):
         return noise_image(next(seeds), shape)
     frames, size = shape
@@ -91,37 +92,37 @@ async def sweep(url: str, args: argparse.Namespace, console: Console) -> list[di
     for shape, concurrency in itertools.product(args.shapes, args.concurrency):
         rates, prompts = defaultdict(list), defaultdict(list)
         load_before = os.getloadavg()[0]
-        for round_ in range(-1, args.rounds):  # one round to warm up
-            # The setting that goes first has no advantage over the rounds.
+        for round_ in range(-1, args.rounds):  # the first is a warm-up
+            # Alternate the order, so that no setting has an advantage over the rounds.
             for name in list(settings)[:: -1 if round_ % 2 else 1]:
                 media = [medium(SHAPES[shape], seeds) for _ in range(max(args.requests, concurrency))]
-                for when, question in QUESTIONS.items():
-                    took, got = await load(client, media, settings[name], concurrency, args.tokens, question)
+                for media_kind, question in QUESTIONS.items():
+                    took, answers = await load(client, media, settings[name], concurrency, args.tokens, question)
                     if round_ >= 0:
-                        rates[when, name].append(len(media) / took)
-                        prompts[when, name] += [length for _, length in got]
-        for (when, name), found in sorted(rates.items()):
-            ratios = [mine / off for mine, off in zip(found, rates[when, "off"], strict=True)]
+                        rates[media_kind, name].append(len(media) / took)
+                        prompts[media_kind, name] += [length for _, length in answers]
+        for (media_kind, name), rates_of_setting in sorted(rates.items()):
+            ratios = [mine / off for mine, off in zip(rates_of_setting, rates[media_kind, "off"], strict=True)]
             records.append({
-                "shape": shape, "concurrency": concurrency, "media": when, "setting": name,
-                "requests_per_second": found, "ratio": statistics.median(ratios), "ratios": ratios,
-                "prompt_tokens": statistics.mean(prompts[when, name]), "load_with_server": load_before,
+                "shape": shape, "concurrency": concurrency, "media": media_kind, "setting": name,
+                "requests_per_second": rates_of_setting, "ratio": statistics.median(ratios), "ratios": ratios,
+                "prompt_tokens": statistics.mean(prompts[media_kind, name]), "load_with_server": load_before,
             })  # fmt: skip
-            console.log(f"{shape}, {concurrency} at once, {when}, {name}: x{records[-1]['ratio']:.2f}")
+            console.log(f"{shape}, {concurrency} at once, {media_kind}, {name}: x{records[-1]['ratio']:.2f}")
     return records
 
 
 def table(records: list[dict[str, Any]]) -> Table:
-    made = Table(title="requests per second, over those of the same server with nothing removed")
+    result = Table(title="requests per second, relative to the same server without pruning")
     for column in ("visual tokens", "at once", "media", "setting", "prompt", "requests/s", "over off (least, most)"):
-        made.add_column(column)
-    for one in records:
-        made.add_row(
-            one["shape"], str(one["concurrency"]), one["media"], one["setting"], f"{one['prompt_tokens']:.0f}",
-            f"{statistics.median(one['requests_per_second']):.2f}",
-            f"{one['ratio']:.2f} ({min(one['ratios']):.2f}, {max(one['ratios']):.2f})",
+        result.add_column(column)
+    for record in records:
+        result.add_row(
+            record["shape"], str(record["concurrency"]), record["media"], record["setting"],
+            f"{record['prompt_tokens']:.0f}", f"{statistics.median(record['requests_per_second']):.2f}",
+            f"{record['ratio']:.2f} ({min(record['ratios']):.2f}, {max(record['ratios']):.2f})",
         )  # fmt: skip
-    return made
+    return result
 
 
 def main() -> None:
@@ -131,19 +132,19 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=4, help="in each round, and at least the concurrency")
-    parser.add_argument("--tokens", type=int, default=4, help="tokens of each answer")
+    parser.add_argument("--requests", type=int, default=4, help="requests per round, at least the concurrency")
+    parser.add_argument("--tokens", type=int, default=4, help="tokens per answer")
     parser.add_argument("--json", type=Path)
     add_options(parser, resume=False)
     args = parser.parse_args()
-    args.load = Load(args.allow_load).begin  # of other work: what a server takes is what is measured
+    args.load = Load(args.allow_load).begin  # the server causes load itself, so only the load before it counts
     console = Console()
-    with tempfile.TemporaryDirectory() as place:
-        write_model(Path(place) / "model")
-        (Path(place) / "template.jinja").write_text(TEMPLATE)
-        extra = ["--chat-template", f"{place}/template.jinja", "--max-model-len", "4096"]
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder) / "model")
+        (Path(folder) / "template.jinja").write_text(TEMPLATE)
+        extra = ["--chat-template", f"{folder}/template.jinja", "--max-model-len", "4096"]
         extra += ["--max-num-batched-tokens", "4096"]
-        with served(f"{place}/model", extra, console) as url:
+        with served(f"{folder}/model", extra, console) as url:
             records = asyncio.run(sweep(url, args, console))
     console.print(table(records))
     if args.json:

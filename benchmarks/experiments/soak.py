@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resident memory of a vLLM server with the plugin under minutes of mixed load: does it reach a plateau?
+"""Measure whether the resident memory of a vLLM server with the plugin reaches a plateau under mixed load.
 
     .venv-vllm/bin/python benchmarks/experiments/soak.py --json benchmarks/results/cpu/soak.jsonl
-    .venv-vllm/bin/python experiments/soak.py --cache-gb 4 --blocks 8000 --seconds 60    # vLLM's caches still fill
+    .venv-vllm/bin/python experiments/soak.py --cache-gb 4 --blocks 8000 --seconds 60    # vLLM's caches still grow
 
-The server is a random LLaVA of 0.5 M parameters. Every request has its own image and one of several settings: methods
-before the language model and in the tower, 18 budgets, and settings that the server refuses; some clients disconnect
-before their answer ends. A sample each `--every` seconds holds the requests so far, and the resident memory of the API
+The server is a random LLaVA of 0.5 M parameters. Every request has a new image and one of several settings: methods
+before the language model and in the tower, 18 budgets, and invalid settings. Some clients disconnect before their
+answer ends. Every `--every` seconds, the script records the number of requests, and the resident memory of the API
 server and of the engine.
 
-Two of vLLM's own caches grow for a long time: processed images are kept up to `--mm-processor-cache-gb`, 4 GB by
-default, and on CPUs a block of the KV cache takes memory when it is first used. Here both are small (`--cache-gb`,
-`--blocks`). A third one is oneDNN's, of up to 1,024 matrix shapes: fewer tokens make prompts of many lengths. With
-`ONEDNN_PRIMITIVE_CACHE_CAPACITY=8` in the environment (soak-onednn.jsonl), or with `--off` (soak-off.jsonl), the engine
+Two caches of vLLM grow for a long time: processed images are kept up to `--mm-processor-cache-gb` (4 GB by default),
+and on CPUs a block of the KV cache takes memory at its first use. Both are small here (`--cache-gb`, `--blocks`). A
+third cache is oneDNN's, with up to 1,024 matrix shapes: pruned prompts have many lengths. With
+`ONEDNN_PRIMITIVE_CACHE_CAPACITY=8` in the environment (soak-onednn.jsonl) or with `--off` (soak-off.jsonl), the engine
 stops growing within a minute.
 
-`growth` compares the medians of the last two quarters of the run;
-a leak of a kilobyte a request would add a megabyte for a thousand requests.
+`growth` compares the medians of the last two quarters of the run. A leak of a kilobyte per request would add a megabyte
+in a thousand requests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REFUSED = [{"method": "no such method"}, {"keep": 0}, {"profile": "no such profi
 
 
 def draw_setting(chance: random.Random) -> dict[str, Any]:
-    """Return the setting of a request: 1 of 10 is refused, 2 of 10 keep all tokens."""
+    """Draw the setting of a request: 1 of 10 is invalid, 2 of 10 keep all tokens."""
     kind = chance.randrange(10)
     if kind == 0:
         return chance.choice(REFUSED)
@@ -56,18 +56,18 @@ def draw_setting(chance: random.Random) -> dict[str, Any]:
 
 
 def resident() -> dict[str, float]:
-    """Return the resident megabytes of the server's processes below this one: "api" and "engine"."""
+    """Return the resident megabytes of the API server and of its engine processes."""
     (server,) = psutil.Process().children()
     below = sum(child.memory_info().rss for child in server.children(recursive=True))
     return {"api": server.memory_info().rss / 1e6, "engine": below / 1e6}
 
 
 async def client_loop(
-    url: str, until: float, seeds: Any, counts: dict[str, int], args: argparse.Namespace, number: int
+    url: str, until: float, seeds: Any, counts: dict[str, int], args: argparse.Namespace, seed: int
 ) -> None:
-    """Send requests one after another until the time is over, and count the outcomes."""
+    """Send requests until the time is over, and count their outcomes."""
     client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=600, max_retries=0)
-    chance = random.Random(number)
+    chance = random.Random(seed)
     while time.monotonic() < until:
         part, setting = noise_image(next(seeds), args.size), {"off": True} if args.off else draw_setting(chance)
         try:
@@ -91,15 +91,15 @@ async def soak(url: str, args: argparse.Namespace, console: Console) -> list[dic
     start, seeds = time.monotonic(), itertools.count()
     counts = {"answered": 0, "refused": 0, "left": 0}
     clients = [
-        asyncio.create_task(client_loop(url, start + args.seconds, seeds, counts, args, number))
-        for number in range(args.clients)
+        asyncio.create_task(client_loop(url, start + args.seconds, seeds, counts, args, index))
+        for index in range(args.clients)
     ]
     samples = list[dict[str, Any]]()
     while any(not client.done() for client in clients):
         samples.append({"second": round(time.monotonic() - start, 1)} | counts | resident())
         console.log(samples[-1])
         await asyncio.sleep(args.every)
-    await asyncio.gather(*clients)  # raises the errors of clients
+    await asyncio.gather(*clients)  # raises the clients' errors
     return samples
 
 
@@ -107,11 +107,11 @@ def summarize(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the growth of both processes between the medians of the last two quarters of the samples."""
     quarter = len(samples) // 4
     third, last = samples[2 * quarter : 3 * quarter], samples[3 * quarter :]
-    requests = sum(statistics.mean(one[key] for one in last) - statistics.mean(one[key] for one in third)
+    requests = sum(statistics.mean(sample[key] for sample in last) - statistics.mean(sample[key] for sample in third)
                    for key in ("answered", "refused", "left"))  # fmt: skip
     summary: dict[str, Any] = {"requests_between": round(requests)}
     for process in ("api", "engine"):
-        middles = [statistics.median(one[process] for one in part) for part in (third, last)]
+        middles = [statistics.median(sample[process] for sample in part) for part in (third, last)]
         summary |= {f"{process}_mb": middles, f"{process}_growth_mb": middles[1] - middles[0]}
     return summary
 
@@ -121,15 +121,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--every", type=float, default=10, help="seconds between two samples")
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--size", type=int, default=112, help="edge of an image in pixels, as sent")
+    parser.add_argument("--size", type=int, default=112, help="edge of the images in pixels")
     parser.add_argument("--cache-gb", type=float, default=0.1, help="vLLM's --mm-processor-cache-gb")
     parser.add_argument("--blocks", type=int, default=64, help="blocks of the KV cache, of 128 tokens each")
-    parser.add_argument("--off", action="store_true", help="for comparison: no request drops tokens or is refused")
+    parser.add_argument("--off", action="store_true", help="for comparison: all requests keep all tokens")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console = Console()
-    with tempfile.TemporaryDirectory() as place:
-        folder, template = Path(place) / "model", Path(place) / "template.jinja"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, template = Path(temporary) / "model", Path(temporary) / "template.jinja"
         write_model(folder, **SHAPE)
         template.write_text(TEMPLATE)
         extra = [

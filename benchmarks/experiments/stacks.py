@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best stack against the best single method and `downsample`: time from the image to the first token, at no more
-than so many points lost, on the native-resolution model that ships.
+"""Compare the best stack of methods with the best single method and `downsample`, at a limited loss of accuracy.
 
-    TOKENPRUNE_EMOJI=emoji.npz python experiments/stacks.py --images 70   # fresh images, 448 x 448: 784 visual tokens
-    python experiments/stacks.py --images 0                              # those of the held-out set that are so large
-    python experiments/stacks.py --retime                                # take the times of the found settings anew
+    TOKENPRUNE_EMOJI=emoji.npz python experiments/stacks.py --images 70   # new images, 448 x 448: 784 visual tokens
+    python experiments/stacks.py --images 0                              # held-out images of this size
+    python experiments/stacks.py --retime                                # measure the times of the found settings again
     python experiments/stacks.py --page                                  # write the table into docs/measure/tune.md
 
-(experiments/training/qwen/README.md says how emoji.npz is made.) The tuner searches among single methods and stacks, as
-`tokenprune tune --objective ttft` does. Then, of each group (downsample, single methods, stacks), the setting that
-spends least by the closed forms answers all questions, and the next one if it loses too much; what it lost stands
-beside the bound that was shown, and where its time goes is profiled, processor and tower included, in turn with the
-unpatched model.
+(experiments/training/qwen/README.md describes how to create emoji.npz.) The model is demo_qwen. The tuner searches
+among single methods and stacks, as `tokenprune tune --objective ttft`. For each group (downsample, single methods,
+stacks), the setting with the least work by the closed forms answers all questions, and the next one if it loses too
+much. The table has the measured loss, its confidence bound, and the profiled times from the image to the first token,
+including processor and tower, in turn with the unpatched model. The raw file is benchmarks/results/DEVICE/stacks.jsonl.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from tokenprune_bench.tuning.trial import Trial
 from tokenprune_demo.heldout import NATIVE, load_heldout
 from tokenprune_demo.scenes import KINDS
 
-SIDE = 448  # pixels, which make 784 visual tokens
+SIDE = 448  # pixels per side, 784 visual tokens
 METHODS = "downsample,tome,divprune,pool,vscan,fastv,dart,dyrate"
 KEEPS = "0.75,0.5,0.35,0.25,0.15"
 GROUPS = ("downsample", "single", "stack")
@@ -52,7 +51,7 @@ BEGIN, END = "<!-- stacks:begin (benchmarks/experiments/stacks.py --page) -->", 
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """A question about an image that was drawn now. path: tells images apart, and is no file."""
+    """A question about a drawn image. `path` identifies the image and is not a file."""
 
     path: str
     kind: str
@@ -67,55 +66,60 @@ class Drawn:
 
 
 def questions(images: int, seed: int) -> list[Any]:
-    """Return questions of all kinds about images of `SIDE` x `SIDE`; images: how many to draw, 0: the held-out ones."""
+    """Return questions of all kinds about `images` drawn images of `SIDE` x `SIDE`. 0: the held-out images."""
     if not images:
-        return [one for one in load_heldout(folder=NATIVE) if one.image.size == (SIDE, SIDE)]
+        return [example for example in load_heldout(folder=NATIVE) if example.image.size == (SIDE, SIDE)]
     sys.path.insert(0, str(Path(__file__).parent / "training" / "qwen"))
     from native_scenes import draw_native
 
-    rng, made = np.random.default_rng(seed), []
-    for number in range(images):
+    rng, drawn = np.random.default_rng(seed), []
+    for index in range(images):
         scene = draw_native(rng, SIDE, SIDE, float(rng.uniform(1.1, 1.6)))
         image = Image.fromarray(scene.pixels[0])
         for kind in (*KINDS, "thing"):
-            pool = [one for one in scene.questions if one.kind == kind]
+            pool = [candidate for candidate in scene.questions if candidate.kind == kind]
             if pool:
-                one = pool[int(rng.integers(len(pool)))]
-                made.append(Drawn(f"drawn {number}", kind, one.text, (one.answer,), image))
-    return made
+                question = pool[int(rng.integers(len(pool)))]
+                drawn.append(Drawn(f"drawn {index}", kind, question.text, (question.answer,), image))
+    return drawn
 
 
 def group_of(trial: Trial) -> str:
-    """Return which of the `GROUPS` a setting belongs to."""
+    """Return the group in `GROUPS` of a setting."""
     name = trial.candidate.name
     return "stack" if "+" in name else "downsample" if name == "downsample" else "single"
 
 
 def best_of(group: str, tuner: Tuner, max_drop: float, tries: int) -> tuple[Trial, float, float] | None:
-    """Return the setting of a group that spends least and loses at most `max_drop` on all questions, with what it loses
-    and the bound that is shown; of those that all lose more, the one that loses least. tries: how many may be asked."""
+    """Return the setting of a group with the least work that loses at most `max_drop` on all questions.
+
+    If all lose more, return the setting with the smallest loss. At most `tries` settings answer all questions.
+
+    Returns:
+        The setting, its loss, and the upper confidence bound of the loss; None if the search tried none of the group.
+    """
     panel, everything = tuner.evaluator, [*tuner.search, *tuner.held_out]
     panel.ask(None, tuner.held_out)
-    heard = [one for one in tuner.trials if one.search and group_of(one) == group]
-    # One answer more may have been lost by ill luck: all questions will tell.
-    heard = [one for one in heard if one.drop <= max_drop + 1 / one.search] or heard
-    found = None
-    for trial in sorted(heard, key=lambda one: one.get_expected_share("work"))[:tries]:
+    tried = [trial for trial in tuner.trials if trial.search and group_of(trial) == group]
+    # Keep settings with one wrong answer too many: all questions decide.
+    tried = [trial for trial in tried if trial.drop <= max_drop + 1 / trial.search] or tried
+    best = None
+    for trial in sorted(tried, key=lambda candidate: candidate.get_expected_share("work"))[:tries]:
         for part in (tuner.search, tuner.held_out):
-            missing = [number for number in part if number not in panel.answered_questions(trial.candidate)]
+            missing = [index for index in part if index not in panel.answered_questions(trial.candidate)]
             if missing:
                 panel.ask(trial.candidate, missing)
         drops = panel.scores(None, everything) - panel.scores(trial.candidate, everything)
         result = trial, float(drops.mean()), compute_upper_bound(drops, 1 - tuner.promise.confidence)
         if result[1] <= max_drop:
             return result
-        if found is None or result[1] < found[1]:
-            found = result
-    return found
+        if best is None or result[1] < best[1]:
+            best = result
+    return best
 
 
-def record(group: str, found: tuple[Trial, float, float], times: dict[str, Any], asked: int) -> dict[str, Any]:
-    trial, drop, bound = found
+def record(group: str, best: tuple[Trial, float, float], times: dict[str, Any], asked: int) -> dict[str, Any]:
+    trial, drop, bound = best
     return {
         "group": group, "setting": trial.candidate.to_json(), "asked": asked, "drop": drop, "drop_below": bound,
         "work": trial.get_expected_share("work"), **times,
@@ -123,15 +127,15 @@ def record(group: str, found: tuple[Trial, float, float], times: dict[str, Any],
 
 
 def table(path: Path) -> Table:
-    """Return the table of a file of results; the times of groups that were timed on a loaded machine are left out."""
+    """Return the table of a raw file. Times of a loaded machine are left out."""
     about, lines = read(path)
     groups = [line for line in lines if "group" in line]
-    quiet = [one for one in groups if not is_loaded(one, about)]
+    quiet = [row for row in groups if not is_loaded(row, about)]
     rows = []
-    for one in groups:
-        cells = [one["group"], one["name"], f"{100 * one['drop']:.2f}", f"{100 * one['drop_below']:.1f}"]
-        cells.append(f"x{1 / one['work']:.2f}")
-        rows.append([*map(Cell, [*cells, *(_times(one) if one in quiet else [""] * len(TIMES) if quiet else [])])])
+    for row in groups:
+        cells = [row["group"], row["name"], f"{100 * row['drop']:.2f}", f"{100 * row['drop_below']:.1f}"]
+        cells.append(f"x{1 / row['work']:.2f}")
+        rows.append([*map(Cell, [*cells, *(_times(row) if row in quiet else [""] * len(TIMES) if quiet else [])])])
     columns = ("group", "setting", "points lost", "shown below", "by FLOPs", *(TIMES if quiet else ()))
     note = (
         f"{about['questions']} questions ({about['source']}) on images of {SIDE} x {SIDE} pixels, 784 visual tokens; "
@@ -141,7 +145,7 @@ def table(path: Path) -> Table:
     if quiet:
         note += (
             f" Time from the image on, processor and tower included: medians of {about['repeats']} pairs of runs, "
-            f"{quiet[0].get('threads', about['threads'])} threads, load at most {max(one['load'] for one in quiet):g}."
+            f"{quiet[0].get('threads', about['threads'])} threads, load at most {max(row['load'] for row in quiet):g}."
         )
     return Table("demo_qwen, by group the setting that spends least", columns, rows, (note,))
 
@@ -149,20 +153,20 @@ def table(path: Path) -> Table:
 TIMES = ("to the first token", "processor, ms", "tower, ms", "prefill, ms", "choosing, ms", "what limits")
 
 
-def _times(one: dict[str, Any]) -> list[str]:
-    told = {
-        stage: " → ".join(f"{one[side]['stages_ms'][stage]['p50']:.0f}" for side in ("before", "after"))
+def _times(row: dict[str, Any]) -> list[str]:
+    cells = {
+        stage: " → ".join(f"{row[side]['stages_ms'][stage]['p50']:.0f}" for side in ("before", "after"))
         for stage in STAGES
     }
-    after = {stage: one["after"]["stages_ms"][stage]["p50"] for stage in FIRST_TOKEN}
+    after = {stage: row["after"]["stages_ms"][stage]["p50"] for stage in FIRST_TOKEN}
     slowest = max(after, key=after.get)
     limits = f"{STAGES[slowest]}, {after[slowest] / sum(after.values()):.0%}"
-    stages = [told["processor"], told["tower"], told["prefill"]]
-    return [f"x{one['speedup']:.2f}", *stages, f"{after['selection']:.0f}", limits]
+    stages = [cells["processor"], cells["tower"], cells["prefill"]]
+    return [f"x{row['speedup']:.2f}", *stages, f"{after['selection']:.0f}", limits]
 
 
 def timed(subject: Any, asked: list[Any], setting: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Return where the time of a setting goes, in turn with the unpatched model, and the load it was taken at."""
+    """Profile a setting in turn with the unpatched model, and return times and load."""
     load = Load(args.allow_load)
     profile = profile_call(subject, asked[0].images, asked[0].question, setting, repeats=args.repeats)
     about = load.record() | {"threads": args.threads, "code": code_version()}
@@ -170,7 +174,7 @@ def timed(subject: Any, asked: list[Any], setting: dict[str, Any], args: argpars
 
 
 def retime(path: Path, args: argparse.Namespace) -> None:
-    """Take the times of the groups of a file anew, one by one; with --resume quiet ones of this code stay."""
+    """Measure the times of a file's groups again. With --resume, rows of this code that are not loaded are kept."""
     about, lines = read(path)
     subject = load_model("demo_qwen", device=args.device)
     asked = questions(0, args.seed)
@@ -184,17 +188,17 @@ def retime(path: Path, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=70, help="to draw, up to nine questions each; 0: held-out ones")
-    parser.add_argument("--limit", type=int, help="questions, at most")
+    parser.add_argument("--images", type=int, default=70, help="number of drawn images; 0: use held-out images")
+    parser.add_argument("--limit", type=int, help="maximum number of questions")
     parser.add_argument("--max-drop", type=float, default=0.01)
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--keep", default=KEEPS)
     parser.add_argument("--stacks", type=int, default=MAX_STACKS)
-    parser.add_argument("--tries", type=int, default=6, help="settings of a group that answer all questions, at most")
+    parser.add_argument("--tries", type=int, default=6, help="maximum number of settings per group on all questions")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     add_options(parser)
-    parser.add_argument("--retime", action="store_true", help="take the times of the settings of --json anew")
+    parser.add_argument("--retime", action="store_true", help="measure the times of the settings in --json again")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seed", type=int, default=20260303)
     parser.add_argument("--device", default="cpu")
@@ -213,7 +217,7 @@ def main() -> None:
     asked = questions(args.images, args.seed)[: args.limit]
     candidates = build_grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
     panel = Evaluator(subject, asked, batch_size=args.batch_size)
-    # With few questions nothing can be promised of one point: the search goes on all the same.
+    # Few questions cannot prove a loss below one point. Relax the promise until the search can run.
     promise = Promise(args.max_drop)
     while promise.questions_needed > len(asked) // 2:
         promise = Promise(1.25 * promise.max_drop)
@@ -227,15 +231,21 @@ def main() -> None:
                repeats=args.repeats, max_drop=args.max_drop, weights=subject.weights, seed=args.seed)
     ]  # fmt: skip
     lines += [
-        {"trial": one.candidate.to_json(), "search": one.search, "drop": one.drop, "state": one.state, **one.predicted}
-        for one in tuner.trials
+        {
+            "trial": trial.candidate.to_json(),
+            "search": trial.search,
+            "drop": trial.drop,
+            "state": trial.state,
+            **trial.predicted,
+        }
+        for trial in tuner.trials
     ]
     for group in GROUPS:
-        found = best_of(group, tuner, args.max_drop, args.tries)
-        if found is None:
-            console.print(f"{group}: nothing was asked", markup=False)
+        best = best_of(group, tuner, args.max_drop, args.tries)
+        if best is None:
+            console.print(f"{group}: no setting was tried", markup=False)
             continue
-        lines.append(record(group, found, timed(subject, asked, found[0].candidate, args), len(asked)))
+        lines.append(record(group, best, timed(subject, asked, best[0].candidate, args), len(asked)))
         lines[0]["unpatched"] = float(panel.scores(None, [*tuner.search, *tuner.held_out]).mean())
         write(path, lines)
     shown = table(path)

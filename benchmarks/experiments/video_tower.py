@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a video's time in the vision tower, and to the first token, frames that merge in the tower save.
+"""Measure the time that merging frames in the vision tower saves: tower time and time to first token of a video.
 
     python benchmarks/experiments/video_tower.py --side 224 --rounds 8 --json benchmarks/results/cpu/video_tower.jsonl
 
-LLaVA-OneVision-0.5B at a quarter of its widths (`--widths 4`), with its depth, its 729 patches a frame and its 196
-tokens of them (256 and 64 with `--side 224`); random weights. The video is drawn: scenes in which a smooth image
-drifts. How many frames merge is up to weights and video, so a row says what entered each block; `--threshold` is that
-of `earlytom`. All settings are taken in turn in one process, each as often the first; figures are medians over the
-rounds of ratios taken round by round, of CPU and of wall time.
+The model is LLaVA-OneVision-0.5B with random weights and a quarter of its widths (`--widths 4`), with its depth, 729
+patches and 196 tokens per frame (256 and 64 with `--side 224`). The drawn video has scenes in which a smooth image
+drifts. The number of merged frames depends on weights and video, so a row has the tokens that entered each block.
+`--threshold` is an option of `earlytom`. All settings take turns in one process, each equally often first. Figures are
+medians over rounds of ratios per round, of CPU and wall time.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGener
 
 import tokenprune
 
-VIDEO, SCENE = 6, 8  # the id of a placeholder, and frames of a scene
+VIDEO, SCENE = 6, 8  # placeholder token id, frames per scene
 METHODS = ("earlytom", "holitom", "evs")
 
 
 def build(part: int, side: int) -> LlavaOnevisionForConditionalGeneration:
-    """Return the model with a `part` of its widths, for frames of `side` pixels."""
+    """Build the model with widths divided by `part`, for frames of `side` pixels."""
     torch.manual_seed(0)
     vision = SiglipVisionConfig(
         hidden_size=1152 // part, intermediate_size=4304 // part, num_hidden_layers=26,
@@ -49,7 +49,7 @@ def build(part: int, side: int) -> LlavaOnevisionForConditionalGeneration:
 
 
 def clip(frames: int, side: int) -> torch.Tensor:
-    """Return `[1, F, 3, side, side]`: scenes of `SCENE` frames, each a smooth image that turns into another."""
+    """Return frames, shape (1, frames, 3, side, side): scenes of `SCENE` frames that blend two smooth images."""
     g = torch.Generator().manual_seed(0)
     scenes = -(-frames // SCENE)
     ends = torch.nn.functional.interpolate(torch.randn(2 * scenes, 3, 12, 12, generator=g), (side, side))
@@ -59,7 +59,7 @@ def clip(frames: int, side: int) -> torch.Tensor:
 
 
 class Stopwatch:
-    """CPU and wall seconds between the beginning and the end of a module's forward."""
+    """CPU and wall seconds of a module's last forward."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.spent, self.start = (0.0, 0.0), (0.0, 0.0)
@@ -82,8 +82,8 @@ def now() -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=32)
-    parser.add_argument("--side", type=int, default=384, help="pixels of a frame")
-    parser.add_argument("--widths", type=int, default=4, help="the widths are divided by this")
+    parser.add_argument("--side", type=int, default=384, help="pixels per side of a frame")
+    parser.add_argument("--widths", type=int, default=4, help="divisor of the widths")
     parser.add_argument("--keep", type=float, default=0.25)
     parser.add_argument("--threshold", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=4)
@@ -102,18 +102,18 @@ def main() -> None:
     counts: dict[str, Any] = {}
     names = list(taken)
     for round_ in range(-1, args.rounds):
-        first = round_ % len(names)  # what comes first in a round finds another memory
+        first = round_ % len(names)  # alternate, because the first in a round finds another memory state
         for name in [*names[first:], *names[:first]]:
             options = {"threshold": args.threshold} if name == "earlytom" else {}
             patch = tokenprune.patched(model, name, keep=args.keep, guard="off", **options)
             with torch.inference_mode(), nullcontext() if name == "unpatched" else patch:
                 start = now()
                 model(input_ids=ids, pixel_values_videos=pixels, logits_to_keep=1)
-                whole = tuple(b - a for a, b in zip(start, now(), strict=True))
+                total = tuple(b - a for a, b in zip(start, now(), strict=True))
                 if name != "unpatched":
                     counts[name] = tokenprune.stats(model).as_dict()
             if round_ >= 0:
-                taken[name].append((*tower.spent, *whole))
+                taken[name].append((*tower.spent, *total))
     table = Table(title=f"{args.frames} frames, keep {args.keep}, {device}, {torch.get_num_threads()} threads")
     columns = ("tower CPU", "tower", "first token CPU", "first token")
     for title in ("method", "left", *(f"{column}{end}" for column in columns for end in (" ms", " ratio"))):
@@ -121,18 +121,18 @@ def main() -> None:
     records = []
     for name, times in taken.items():
         ratios = [[a / b for a, b in zip(*pair, strict=True)] for pair in zip(times, taken["unpatched"], strict=True)]
-        middle = [statistics.median(one) for one in zip(*ratios, strict=True)]
-        milliseconds = [1000 * statistics.median(one) for one in zip(*times, strict=True)]
+        middle = [statistics.median(values) for values in zip(*ratios, strict=True)]
+        milliseconds = [1000 * statistics.median(values) for values in zip(*times, strict=True)]
         record: dict[str, Any] = {"method": name}
         record |= {
             "ms": dict(zip(columns, milliseconds, strict=True)),
             "ratio": dict(zip(columns, middle, strict=True)),
         }
-        seen = counts.get(name, {})
-        record |= {one: seen.get(one) for one in ("visual_tokens_out", "encoder_tokens_per_layer")}
+        stats = counts.get(name, {})
+        record |= {key: stats.get(key) for key in ("visual_tokens_out", "encoder_tokens_per_layer")}
         records.append(record | load.record())
         cells = [cell for ms, ratio in zip(milliseconds, middle, strict=True) for cell in (f"{ms:.0f}", f"{ratio:.3f}")]
-        table.add_row(name, str(seen.get("visual_tokens_out", tokens)), *cells)
+        table.add_row(name, str(stats.get("visual_tokens_out", tokens)), *cells)
     Console().print(table)
     if args.json:
         write(args.json, [about, *records])

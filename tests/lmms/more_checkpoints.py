@@ -82,11 +82,7 @@ MORE = {
     one.name: one
     for one in [
         Checkpoint(
-            "qwen3_5",
-            qwen3_5,
-            lambda: qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16),
-            QWEN_IMAGE,
-            video=QWEN_VIDEO,
+            "qwen3_5", qwen3_5, lambda: qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16), QWEN_IMAGE, video=QWEN_VIDEO
         ),
         Checkpoint("idefics2", idefics2, idefics2_processor, "<image>"),
         Checkpoint("lfm2_vl", lfm2_vl, lfm2_vl_processor, "<image>"),

@@ -88,8 +88,6 @@ def test_a_base_that_takes_anything_gets_what_is_not_ours() -> None:
         ("method=darts", UnknownMethodError, "did you mean 'dart'"),
         ("method=dart+fasv", UnknownMethodError, "did you mean 'fastv'"),
         ("method=dart+dart", OptionError, "has a method twice"),
-        ("method=dart,keep=0", BudgetError, "keep=0 keeps no token"),
-        ("method=dart,keep=1.5", BudgetError, "is not a valid share"),
         ("method=dart,keep=half", BudgetError, "'half'"),
         ("method=dart,keep=true", BudgetError, "True"),
         ("method=dart,keep=0.5+0.5", BudgetError, "2 entries for 1 methods"),
@@ -100,7 +98,6 @@ def test_a_base_that_takes_anything_gets_what_is_not_ours() -> None:
         ("method=fastv,kep=0.2", OptionError, "did you mean 'keep'"),
         ("method=divprune+fastv,divprune.layer=3", OptionError, "Unknown argument 'divprune.layer'"),
         ("method=dart+fastv,layer=3", OptionError, "is an option of dart and fastv. Write dart.layer=3"),
-        ("method=fastv,layer=-1", OptionError, "layer"),
         ("method=none,keep=0.5", OptionError, "Leave out keep"),
         ("method=none,layer=3", OptionError, "Unknown argument 'layer'"),
         ("method=dart,config=tokenprune.json", OptionError, "Leave out method"),
@@ -122,7 +119,6 @@ def test_a_tuned_configuration(tmp_path: Any) -> None:
 
 
 def test_the_recipes_lines_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of docs/measure/lmms-eval.md: options of lmms-eval, tasks and bases of it, arguments of ours."""
     from lmms_eval.__main__ import parse_eval_args
     from lmms_eval.tasks import TaskManager
 

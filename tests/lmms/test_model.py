@@ -135,7 +135,6 @@ def prompts(lm: Any, request: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("force_simple", [False, True])
 def test_the_prompt_is_that_of_bench(subject: Model, force_simple: bool) -> None:
-    """The shipped model's template and tokenizer make the same of both ways to write a prompt."""
     from lmms_eval.api.instance import Instance
 
     example = load_heldout(limit=1)[0]

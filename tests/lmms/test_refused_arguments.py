@@ -12,7 +12,7 @@ from lmms_eval.models import MODEL_REGISTRY_V2
 from lmms_eval.models.registry_v2 import ModelManifest
 
 from conftest import CPU, DEMO
-from tokenprune import BudgetError, OptionError, TokenPruneError, UnknownMethodError, UnsupportedModelError
+from tokenprune import BudgetError, OptionError, TokenPruneError, UnsupportedModelError
 from tokenprune_bench.lmms_eval import model as integration
 
 NOWHERE = f"pretrained=/there/is/no/such/model,{CPU}"
@@ -24,12 +24,9 @@ NOWHERE = f"pretrained=/there/is/no/such/model,{CPU}"
         ("method=dart", OptionError, "base= is missing"),
         ("base=llava_hff,method=dart", OptionError, "Did you mean 'llava_hf'"),
         ("base=vllm,method=dart", UnsupportedModelError, "base=vllm does not use a supported model of transformers"),
-        ("base=tokenprune,method=dart", UnsupportedModelError, "base=tokenprune"),
         ("base=openai_compatible,method=dart", UnsupportedModelError, "base=openai_compatible"),
         ("base=llava_hf", OptionError, "method= is missing"),
-        ("base=llava_hf,method=dort", UnknownMethodError, "did you mean 'dart'"),
         ("base=llava_hf,method=dart,keep=2.5", BudgetError, "is not a valid share"),
-        ("base=llava_hf,method=fastv,keep=0.25,lyer=3", OptionError, "did you mean 'layer'"),
         ("base=llava_hf,method=fastv,keep=0.25,layer=first", OptionError, "layer='first'"),
         ("base=qwen2_5_vl,method=dart,max_pixel=9", OptionError, "did you mean 'max_pixels'"),
         ("base=qwen3_5,method=none,nonsense=9", OptionError, "Unknown argument 'nonsense'"),

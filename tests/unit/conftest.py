@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,8 +18,15 @@ if not torch.cuda.is_available():
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+import tokenprune
 from basics import snapshot
 from selection import fast_of, lacking, leave_out_combinations, leave_out_families, leave_out_thorough, leave_out_values
+from tokenprune.integrations.hf.families import list_supported_families
+from tokenprune.integrations.hf.families.registry import ADAPTERS
+from tokenprune.integrations.hf.sessions.policies import registry as policies
+from tokenprune.methods import registry
+from tokenprune.models import families as model_families
+from tokenprune.selection.observable_registry import _OBSERVABLES
 from zoo import FAMILIES, Family
 
 _models: dict[tuple[str, str], PreTrainedModel] = {}
@@ -84,6 +92,30 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
     if works := types("passed") - types("failed") - types("error"):
         terminalreporter.write_line(f"families: {len(works)} model types work: {', '.join(sorted(works))}")
+
+
+@pytest.fixture
+def restored_registries() -> Iterator[None]:
+    """Remove the methods, observables, policies, families and adapters that a test registers."""
+    # They are filled on first use.
+    tokenprune.available_methods(), tokenprune.sessions.available_policies(), list_supported_families()
+    tables = (registry._METHODS, _OBSERVABLES, policies._POLICIES, model_families.FAMILIES, ADAPTERS)
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+@pytest.fixture
+def restored_imports(restored_registries: None) -> Iterator[None]:
+    """Remove the modules of packages that a test writes and imports, and what they register."""
+    modules, path = set(sys.modules), list(sys.path)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if name.startswith(("tokenprune_", "test_", "family_")):
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -130,6 +130,14 @@ class Checkpoint:
         told = dict(fps=2.0, duration=3.0, total_num_frames=6, frames_indices=list(range(6)), video_backend="opencv")
         return frames, told | {"do_sample_frames": False}
 
+    def cases(self, *asked: tuple[int, Any]) -> list[tuple]:
+        """Return prompt, images and override of each request. asked: number of images and override."""
+        return [(self.prompt(n, f"case {n}? "), self.images(n, seed=n), override) for n, override in asked]
+
+    def video_case(self, override: Any) -> tuple:
+        """Return prompt, image, override and video of a request."""
+        return self.prompt(1, video=True), self.images(1), override, [self.clip()]
+
     def images(self, count: int, seed: int = 0) -> list[Image.Image]:
         return [photo(*self.sizes[(seed + index) % len(self.sizes)], seed=seed + index) for index in range(count)]
 

@@ -120,13 +120,14 @@ def uncollected() -> Iterator[None]:
 
 
 class Engine:
-    """vLLM with one checkpoint, in this process."""
+    """vLLM with one checkpoint, in this process. setting: the server's."""
 
     def __init__(self, name: str, folder: Path, setting: dict[str, Any] | None = None, **options: Any) -> None:
         from vllm import LLM
 
         self.checkpoint = ALL[name]
-        self.original = (setting or {}).get("positions") == "original"
+        self.setting = setting or {}
+        self.original = self.setting.get("positions") == "original"
         kwargs = options.pop("mm_processor_kwargs", {}) | ({} if setting is None else {"tokenprune": setting})
         limits = {"image": 3} | ({"video": 1} if self.checkpoint.video else {})
         options = OPTIONS | {"limit_mm_per_prompt": limits} | options
@@ -149,6 +150,38 @@ class Engine:
 
         params = SamplingParams(temperature=0.0, max_tokens=steps, logprobs=5, ignore_eos=True)
         return self.llm.generate(requests, params, use_tqdm=False)
+
+    def resolve(self, override: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the setting of a request, as `Reference.greedy` takes it. None: no tokens are removed."""
+        asked = dict(override or {})
+        profile = self.setting.get("profiles", {}).get(asked.pop("profile", None), {})
+        setting: dict[str, Any] = {}
+        for layer in (self.setting, profile, asked):
+            if setting and "method" in layer:  # options belong to a method, and the share to all
+                setting = {"keep": setting["keep"]}
+            setting |= {key: value for key, value in layer.items() if key not in ("profiles", "positions")}
+        return None if setting.get("off") else setting
+
+    def compare(
+        self, reference: Any, output: Any, prompt: str, images: list[Any], override: Any = None, videos: Any = ()
+    ) -> None:
+        """Check that an answer is that of the patched transformers model."""
+        theirs, steps = reference(self.checkpoint.name), len(output.outputs[0].token_ids)
+        setting, prompt = self.resolve(override), self.checkpoint.before + prompt
+        try:
+            same(output, *theirs.greedy(prompt, images, steps, setting, videos, self.original))
+        except AssertionError as error:
+            raise AssertionError(f"{setting}: {error}") from error
+
+    def check(self, reference: Any, asked: Sequence[tuple], steps: int = 6) -> list[Any]:
+        """Answer requests in one batch and compare the answers. Return vLLM's outputs.
+
+        asked: arguments of `request` for each.
+        """
+        outputs = self.generate([self.request(*one) for one in asked], steps)
+        for one, output in zip(asked, outputs, strict=True):
+            self.compare(reference, output, *one)
+        return outputs
 
     @property
     def model(self) -> Any:
@@ -205,6 +238,51 @@ def same(output: Any, tokens: list[int], logprobs: torch.Tensor, tolerance: floa
     return gap
 
 
+def check_recomputed(engine: Engine, reference: Any, preempted: list[str], override: dict[str, Any]) -> None:
+    """Check long answers of requests that were preempted. A recomputed prompt contains a part of its answer."""
+    engine.forget()
+    checkpoint = engine.checkpoint
+    asked = [(checkpoint.prompt(2, f"case {n}? "), checkpoint.images(2, seed=n), override) for n in range(4)]
+    outputs = engine.generate([engine.request(*one) for one in asked], 55)
+    again = {name.partition("-")[0] for name in preempted}  # the engine's names continue after a hyphen
+    compared = [(output, *one) for one, output in zip(asked, outputs, strict=True) if output.request_id in again]
+    assert compared
+    for one in compared:
+        engine.compare(reference, *one)
+
+
+@contextmanager
+def mlp_inputs(*blocks: Any) -> Iterator[list[list[torch.Size]]]:
+    """Record the shapes of the inputs of each block's MLP."""
+    shapes: list[list[torch.Size]] = [[] for _ in blocks]
+    handles = [
+        block.mlp.register_forward_hook(lambda module, args, out, own=own: own.append(args[0].shape))
+        for block, own in zip(blocks, shapes, strict=True)
+    ]
+    yield shapes
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.fixture
+def checkpoint(engine: Engine) -> Any:
+    return engine.checkpoint
+
+
+def count_items(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each call of the encoder adds its number of items."""
+    calls: list[int] = []
+    embed = type(model).embed_multimodal
+
+    def spy(self: Any, **kwargs: Any) -> Any:
+        out = embed(self, **kwargs)
+        calls.append(len(out))
+        return out
+
+    monkeypatch.setattr(type(model), "embed_multimodal", spy)
+    return calls
+
+
 @pytest.fixture
 def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Requests that were thrown out of the KV cache to be read again, from here on."""
@@ -222,16 +300,7 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def encoded(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def encoded(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Items in each call of the encoder, from here on; all caches are empty at the start."""
     engine.forget()
-    calls: list[int] = []
-    embed = type(engine.model).embed_multimodal
-
-    def spy(self: Any, **kwargs: Any) -> Any:
-        out = embed(self, **kwargs)
-        calls.append(len(out))
-        return out
-
-    monkeypatch.setattr(type(engine.model), "embed_multimodal", spy)
-    yield calls
+    return count_items(engine.model, monkeypatch)

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
+import json
 import os
 import re
 import signal
@@ -11,15 +14,25 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import openai
 
+from conftest import stop
+
 START, CALL, STOP = 800, 240, 30  # seconds; a busy machine may need ten times what an idle one does
+# The CPU build's command asks for the version of a package "vllm", and that package has another name.
+SERVE = """
+from types import SimpleNamespace
+from vllm.entrypoints.cli import main
+main.importlib = SimpleNamespace(metadata=SimpleNamespace(version=lambda name: "any"))
+main.main()
+"""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -38,6 +51,29 @@ class Server:
             raise
         except openai.OpenAIError as error:
             raise AssertionError(self.story(repr(error))) from error
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, str]:
+        """Return status, headers and text of an answer. body: JSON as bytes, or an object."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"} | headers)
+        try:
+            with urllib.request.urlopen(request, timeout=CALL) as answer:
+                return answer.status, answer.headers, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            text = error.read().decode()
+            assert error.code < 500, self.story(text)
+            return error.code, error.headers, text
+        except OSError as error:
+            raise AssertionError(self.story(f"{data[:300]!r}: {error!r}")) from error
+
+    def post_json(self, path: str, body: Any) -> Any:
+        """Return the JSON of an answer, or the status of a refusal."""
+        status, _, text = self.post(path, body)
+        return json.loads(text) if status == 200 else status
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return what the plugin wrote to the log."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith('{"time"')]
 
     def get(self, path: str, timeout: float) -> str:
         with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
@@ -79,6 +115,18 @@ class Server:
         self.process.wait(STOP)
 
 
+def data_url(image: Any) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def write_messages(images: Iterable[Any], text: str = "") -> list[dict[str, Any]]:
+    """Return the messages of a chat about images."""
+    content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": data_url(one)}} for one in images]
+    return [{"role": "user", "content": content + [{"type": "text", "text": text}] * bool(text)}]
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -86,23 +134,39 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serve(model: Path, place: Path, *arguments: str) -> Iterator[Server]:
+def serve(model: Path, place: Path, setting: Any, *arguments: str) -> Iterator[Server]:
     """Start a server of `model` with vLLM's `arguments`. place: an empty folder for what it writes."""
-    port = free_port()
-    (place / "template.jinja").write_text(TEMPLATE)
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-        "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8", "--block-size", "32",
-        "--max-num-batched-tokens", "256", "--chat-template", str(place / "template.jinja"), *arguments,
-    ]  # fmt: skip
-    with launch(command, place, port) as server:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    with launch([*command, "--max-model-len", "1024", *write_arguments(place, setting, *arguments)], place) as server:
         yield server
 
 
+def serve_with_several_engines(
+    model: Path, place: Path, setting: Any, *arguments: str
+) -> contextlib.AbstractContextManager[Server]:
+    """Do the same with the command `vllm serve`, which starts several API servers or engines."""
+    command = [sys.executable, "-c", SERVE, "serve", str(model), *write_arguments(place, setting, *arguments)]
+    return launch(command, place, VLLM_CPU_KVCACHE_SPACE="1")
+
+
+def write_arguments(place: Path, setting: Any, *arguments: str) -> list[str]:
+    """Write the chat template to a folder, and return the arguments that all servers of tiny models share."""
+    (place / "template.jinja").write_text(TEMPLATE)
+    return [
+        "--mm-processor-kwargs", json.dumps({"tokenprune": setting}),
+        "--served-model-name", "tiny", "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager",
+        "--max-num-seqs", "8", "--block-size", "32", "--max-num-batched-tokens", "256",
+        "--chat-template", str(place / "template.jinja"), *arguments,
+    ]  # fmt: skip
+
+
 @contextlib.contextmanager
-def launch(command: list[str], place: Path, port: int, **environment: str) -> Iterator[Server]:
-    """Start a server by a command of one's own, which listens at `port`. It finds the modules of this folder."""
+def launch(command: list[str], place: Path, **environment: str) -> Iterator[Server]:
+    """Start a server at a free port by a command of one's own, in place of this process's engine. It finds the modules
+    of this folder."""
+    stop()
+    port = free_port()
+    command = [*command, "--port", str(port)]
     folders = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONPATH": folders}
     environment = os.environ | ours | environment

@@ -12,9 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -23,8 +21,8 @@ from prometheus_client import REGISTRY
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
+from front_end import FrontEnd, engine_parts
 from test_on_error import ENDS
-from test_rollout_counts import asking
 from tokenprune.integrations.vllm.frontend import announce, items, metrics
 from tokenprune.integrations.vllm.gateway import reload
 from tokenprune.integrations.vllm.settings.configuration import METRICS_FOLDER
@@ -48,13 +46,10 @@ def minutes_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 class Server:
     """A front end, and what Prometheus would have read of it, minute by minute."""
 
-    def __init__(self, folder: Path, setting: Any, name: str, tmp_path: Path) -> None:
+    def __init__(self, folder: Callable[[str], Path], setting: Any, name: str, tmp_path: Path) -> None:
         self.name, self.place, self.series, self.minutes = name, tmp_path, {}, 0
-        made, self.ask = asking(folder, NAME, setting, name)
-        self.model_config = made.info.ctx.model_config
-        vllm_config = SimpleNamespace(model_config=self.model_config, use_v2_model_runner=False)
-        renderer = SimpleNamespace(get_mm_processor=lambda: made)
-        self.engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer, collective_rpc=AsyncMock())
+        front = FrontEnd(folder, NAME, setting, name)
+        self.ask, self.model_config, self.engine = front.ask, front.model_config, engine_parts(front.processor)
         self.clock = clock.Clock(getattr(self.model_config.multimodal_config, METRICS_FOLDER, None))
         self.vllm = {
             "vllm:num_requests_running": 1.0,

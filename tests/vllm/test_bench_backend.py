@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import stop
+from conftest import count_items, stop
 from tokenprune.errors import TokenPruneError, UnknownMethodError
 from tokenprune.integrations.hf import compat
 from tokenprune.settings import Setting
@@ -49,16 +49,7 @@ def engine() -> Iterator[OfflineEngine]:
 def encoded(engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One item for each call of the encoder, from here on."""
     model = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-    calls: list[int] = []
-    embed = type(model).embed_multimodal
-
-    def spy(self: Any, **kwargs: Any) -> Any:
-        out = embed(self, **kwargs)
-        calls.append(len(out))
-        return out
-
-    monkeypatch.setattr(type(model), "embed_multimodal", spy)
-    return calls
+    return count_items(model, monkeypatch)
 
 
 class Counting(HfBackend):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from checkpoints import HIDDEN, VOCABULARY, text
-from conftest import DIVPRUNE, OPTIONS, Engine, same
+from conftest import DIVPRUNE, OPTIONS, Engine, count_items, same
 
 BLOCK = 32
 
@@ -50,10 +50,8 @@ class TestSpeculation:
     def test_answers_are_the_same(self, engine: Engine, reference: Any, drafted: list[list[int]]) -> None:
         checkpoint = engine.checkpoint
         asked = [(checkpoint.prompt(n), checkpoint.images(n), o) for n, o in ((1, {}), (2, {"keep": 0.5}))]
-        outputs = engine.generate([engine.request(*one) for one in asked], 24)
+        engine.check(reference, asked, 24)
         assert drafted
-        for (prompt, images, override), output in zip(asked, outputs, strict=True):
-            same(output, *reference("llava").greedy(prompt, images, 24, DIVPRUNE | override))
 
     def test_structured_answers(self, engine: Engine) -> None:
         from vllm import SamplingParams
@@ -100,10 +98,8 @@ class TestDraftsOfAModel:
         engine = start("llava", DIVPRUNE, speculative_config=eagle, max_num_batched_tokens=24)
         checkpoint = engine.checkpoint
         asked = [(checkpoint.prompt(n), checkpoint.images(n), o) for n, o in ((1, {}), (2, {"keep": 0.5}))]
-        outputs = engine.generate([engine.request(*one) for one in asked], 12)
+        engine.check(reference, asked, 12)
         assert drafted
-        for (prompt, images, override), output in zip(asked, outputs, strict=True):
-            same(output, *reference("llava").greedy(prompt, images, 12, DIVPRUNE | override))
 
 
 class TestLora:
@@ -173,9 +169,7 @@ class TestSharedCaches:
             return dict(kv_connector="ExampleConnector", kv_role=role, kv_connector_extra_config=where)
 
         def check(engine: Engine, override: dict[str, Any], text: str) -> Any:
-            (output,) = engine.generate([engine.request(checkpoint.prompt(2, text), images, override)])
-            want = reference(self.NAME).greedy(checkpoint.prompt(2, text), images, 6, DIVPRUNE | override)
-            same(output, *want)
+            (output,) = engine.check(reference, [(checkpoint.prompt(2, text), images, override)])
             return output
 
         override, text = {"keep": 0.8}, "what is it, and who is to be seen in there? "  # longer than a block
@@ -184,11 +178,7 @@ class TestSharedCaches:
         images = checkpoint.images(2)
         encode.generate([encode.request(checkpoint.prompt(2), images, override)], 1)
 
-        calls: list[int] = []
-        embed = type(encode.model).embed_multimodal
-        monkeypatch.setattr(
-            type(encode.model), "embed_multimodal", lambda self, **kw: calls.append(1) or embed(self, **kw)
-        )
+        calls = count_items(encode.model, monkeypatch)
         prefill = start(self.NAME, DIVPRUNE, ec_transfer_config=ec("ec_consumer"), kv_transfer_config=kv("kv_producer"))
         calls.clear()
         check(prefill, override, text)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkpoints import Checkpoint
-from conftest import DIVPRUNE, ORIGINAL, Engine, same
+from conftest import DIVPRUNE, ORIGINAL, Engine
 
 CHUNK, BLOCK = 24, 32
 ONE = {"keep": 30}  # more than a chunk, whatever the family
@@ -25,37 +25,20 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engi
     return start(request.param, setting, max_num_batched_tokens=CHUNK)
 
 
-@pytest.fixture
-def checkpoint(engine: Engine) -> Checkpoint:
-    return engine.checkpoint
-
-
-def expect(reference: Any, engine: Engine, output: Any, prompt: str, images: list, setting: Any) -> None:
-    steps, theirs = len(output.outputs[0].token_ids), reference(engine.checkpoint.name)
-    same(output, *theirs.greedy(prompt, images, steps, setting, original=engine.original))
-
-
 def test_chunks_split_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     engine.forget()
     prompt, images = checkpoint.prompt(2), checkpoint.images(2)
     overrides = [ONE, {"off": True}, {}, VSCAN, *([] if checkpoint.name == "mistral3" else [TOME])]
-    outputs = engine.generate([engine.request(prompt, images, override) for override in overrides])
-    for override, output in zip(overrides, outputs, strict=True):
-        expect(reference, engine, output, prompt, images, None if "off" in override else DIVPRUNE | override)
+    engine.check(reference, [(prompt, images, override) for override in overrides])
 
 
 def test_chunks_split_videos(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.video is None:
         pytest.skip(f"{checkpoint.name} takes no video here")
     engine.forget()
-    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.images(1), [checkpoint.clip()]
-    overrides = [{"keep": 0.5}, {}, {"keep": 0.5, "per": "frame"}]
-    requests = [engine.request(prompt, images, override, videos) for override in overrides]
-    # The second time from the prefix cache.
-    for outputs in (engine.generate(requests), engine.generate(requests)):
-        for override, output in zip(overrides, outputs, strict=True):
-            tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, 6, DIVPRUNE | override, videos)
-            same(output, tokens, logprobs)
+    asked = [checkpoint.video_case(override) for override in ({"keep": 0.5}, {}, {"keep": 0.5, "per": "frame"})]
+    for _ in range(2):  # the second time from the prefix cache
+        outputs = engine.check(reference, asked)
     assert all(output.num_cached_tokens >= BLOCK for output in outputs)
 
 
@@ -65,8 +48,7 @@ def test_a_second_time_from_the_cache(
     prompt, images = checkpoint.prompt(1, "what is it, and where? "), checkpoint.images(1)
     hits = []
     for _ in range(2):
-        (output,) = engine.generate([engine.request(prompt, images, ONE)])
-        expect(reference, engine, output, prompt, images, DIVPRUNE | ONE)
+        (output,) = engine.check(reference, [(prompt, images, ONE)])
         hits.append(output.num_cached_tokens)
     assert hits[0] == 0 and hits[1] >= BLOCK, hits
     assert encoded == [1]
@@ -74,10 +56,8 @@ def test_a_second_time_from_the_cache(
     # The same image before another question. What was kept of the image stays in the cache, even if the hit ends
     # within the image.
     other = checkpoint.prompt(1, "something else altogether? ")
-    (output,) = engine.generate([engine.request(other, images, ONE)])
+    (output,) = engine.check(reference, [(other, images, ONE)])
     assert output.num_cached_tokens >= BLOCK
-    expect(reference, engine, output, other, images, DIVPRUNE | ONE)
-    print(f"{checkpoint.name}: {hits[1]} of {len(output.prompt_token_ids)} tokens from the prefix cache")
 
 
 def test_settings_share_no_cache(engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]) -> None:
@@ -85,9 +65,8 @@ def test_settings_share_no_cache(engine: Engine, reference: Any, checkpoint: Che
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     settings = [ONE, {"keep": 31}, {"method": "uniform", "keep": 30}, {"method": "pool", "keep": 30}, {"off": True}]
     for override in settings:
-        (output,) = engine.generate([engine.request(prompt, images, override)])
+        (output,) = engine.check(reference, [(prompt, images, override)])
         assert output.num_cached_tokens == 0
-        expect(reference, engine, output, prompt, images, None if "off" in override else DIVPRUNE | override)
     assert encoded == [1] * len(settings)
     # Two ways to write one setting.
     (output,) = engine.generate([engine.request(prompt, images, {"method": "divprune", "keep": 30})])
@@ -134,5 +113,5 @@ def test_weights_that_are_read_again(engine: Engine, reference: Any, checkpoint:
     engine.llm.collective_rpc("reload_weights")
     engine.llm.llm_engine.reset_mm_cache()
     for override, output in zip(({}, VSCAN), engine.generate(requests), strict=True):
-        expect(reference, engine, output, prompt, images, DIVPRUNE | override)
+        engine.compare(reference, output, prompt, images, override)
         assert output.num_cached_tokens == 0

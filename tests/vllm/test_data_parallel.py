@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +11,8 @@ from typing import Any
 import pytest
 
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE, stop
-from server import TEMPLATE, free_port, launch
-from test_in_flight import SERVE
+from conftest import DIVPRUNE
+from server import serve_with_several_engines
 from test_server import NAME, ask, check
 
 REQUESTS = 16
@@ -23,20 +20,11 @@ REQUESTS = 16
 
 @pytest.mark.thorough
 def test_answers_are_those_of_one_engine(folder: Callable[[str], Path], tmp_path: Path, reference: Any) -> None:
-    stop()
-    port, template = free_port(), tmp_path / "template.jinja"
-    template.write_text(TEMPLATE)
-    command = [
-        sys.executable, "-c", SERVE, "serve", str(folder(NAME)), "--served-model-name", "tiny", "--host", "127.0.0.1",
-        "--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-seqs", "8",
-        "--max-model-len", "1024", "--max-num-batched-tokens", "256", "--chat-template", str(template),
-        "--trust-request-mm-kwargs", "--data-parallel-size", "2",
-        "--mm-processor-kwargs", json.dumps({"tokenprune": DIVPRUNE}),
-    ]  # fmt: skip
+    arguments = ["--max-model-len", "1024", "--trust-request-mm-kwargs", "--data-parallel-size", "2"]
     images = [CHECKPOINTS[NAME].images(1, seed=seed) for seed in range(4)]
     overrides: list[Any] = [None, {"keep": 0.5}, {"off": True}, {"method": "uniform", "keep": 0.3}]
     asked = [(images[number % 4], overrides[number // 4 % 4]) for number in range(REQUESTS)]
-    with launch(command, tmp_path, port, VLLM_CPU_KVCACHE_SPACE="1") as server:
+    with serve_with_several_engines(folder(NAME), tmp_path, DIVPRUNE, *arguments) as server:
         with ThreadPoolExecutor(4) as pool:
             replies = list(pool.map(lambda one: ask(server, one[0], "what is it? ", one[1]), asked))
         for reply, (shown, override) in zip(replies, asked, strict=True):

@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from checkpoints import Checkpoint
-from conftest import stop
 from reference import Reference
-from server import Server, free_port, launch
+from server import Server, launch
 from test_server import ask
 from tokenprune_demo import MODELS
 from tokenprune_demo.heldout import FOLDER
@@ -35,16 +34,14 @@ def documented() -> tuple[dict[str, str], list[str]]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    stop()
     environment, words = documented()
     assert words[words.index("--host") + 1] == "127.0.0.1", "it would be open to the network"
     assert 0 < int(environment["VLLM_CPU_KVCACHE_SPACE"]) <= 4, "it would not start where memory is in use"
-    port = free_port()
     place = str(MODEL.relative_to(DOCS.parents[2]))
     assert place in words
     command = [{"python": sys.executable, place: str(MODEL), "demo_qwen": "tiny"}.get(word, word) for word in words]
-    command += ["--port", str(port), "--trust-request-mm-kwargs"]
-    with launch(command, tmp_path_factory.mktemp("demo"), port, **environment) as running:
+    command.append("--trust-request-mm-kwargs")
+    with launch(command, tmp_path_factory.mktemp("demo"), **environment) as running:
         yield running
 
 

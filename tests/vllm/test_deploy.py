@@ -19,7 +19,7 @@ import pytest
 import vllm
 import yaml
 
-from test_plugin import config
+from front_end import config
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.frontend.metrics import COUNTERS, GAUGES
 from tokenprune.integrations.vllm.frontend.worker_metrics import SUMS
@@ -83,7 +83,6 @@ def test_a_query_asks_for_what_is_there(query: str) -> None:
 
 
 def test_vllms_server_counts_requests_by_status() -> None:
-    """In classes (5xx), with the path that they came by."""
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
     from vllm.entrypoints.serve.instrumentator.metrics import attach_router
@@ -109,7 +108,6 @@ def test_every_counter_is_shown() -> None:
 
 @pytest.mark.parametrize("name", ["runbook", "start", "reference", "capacity"])
 def test_a_page_names_what_is_there(name: str) -> None:
-    """Of the plugin's metrics; one that a page names is exported."""
     page = DEPLOY.parent / f"docs/serving/{name}.md"
     named = set(re.findall(r"tokenprune:\w+", page.read_text()))
     assert named <= set(OURS), named - set(OURS)
@@ -199,7 +197,6 @@ def test_the_servers_command_starts(folder: Any) -> None:
 
 
 def test_the_recipes_server_starts(folder: Any) -> None:
-    """The command with profiles in docs/serving/start.md is valid, up to the start of the engine."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

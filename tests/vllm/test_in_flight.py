@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
-import json
 import os
 import shutil
 import subprocess
@@ -22,10 +19,9 @@ import pytest
 
 import slow_steps
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE, stop
-from server import CALL, TEMPLATE, Server, free_port, launch
-from test_metrics import samples
-from test_plugin import config
+from conftest import DIVPRUNE
+from front_end import config, samples
+from server import CALL, Server, serve_with_several_engines, write_messages
 from test_server import NAME
 from tokenprune.integrations.vllm.gateway import in_flight
 from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad, SharedCount
@@ -38,13 +34,6 @@ from tokenprune.integrations.vllm.gateway.in_flight import SharedCount
 SharedCount(Path(sys.argv[1])).write(int(sys.argv[2]))
 print("written", flush=True)
 sys.stdin.read()
-"""
-# The CPU build's command asks for the version of a package "vllm", and that package has another name.
-SERVE = """
-from types import SimpleNamespace
-from vllm.entrypoints.cli import main
-main.importlib = SimpleNamespace(metadata=SimpleNamespace(version=lambda name: "any"))
-main.main()
 """
 
 
@@ -161,12 +150,8 @@ def client(server: Server) -> openai.OpenAI:
 
 def asked(server: Server) -> int:
     """Return the length of the prompt of a request with an image, which may be served by either API server."""
-    buffer = io.BytesIO()
-    CHECKPOINTS[NAME].images(1, seed=1)[0].save(buffer, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    content: list[Any] = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what? "}]
+    messages: Any = write_messages(CHECKPOINTS[NAME].images(1, seed=1), "what? ")
     with client(server) as one:
-        messages: Any = [{"role": "user", "content": content}]
         usage = one.chat.completions.create(model="tiny", messages=messages, max_tokens=1).usage
     assert usage is not None
     return usage.prompt_tokens
@@ -174,19 +159,10 @@ def asked(server: Server) -> int:
 
 @pytest.fixture
 def server(folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Server]:
-    stop()
-    port, template = free_port(), tmp_path / "template.jinja"
-    template.write_text(TEMPLATE)
     overload = {"in_flight": [6], "profiles": ["fast"], "rise": 0, "dwell": 0}
     setting = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}, "overload": overload}
-    command = [
-        sys.executable, "-c", SERVE, "serve", str(folder(NAME)), "--served-model-name", "tiny", "--host", "127.0.0.1",
-        "--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-seqs", "8",
-        "--api-server-count", "2", "--chat-template", str(template), "--max-num-batched-tokens", "256",
-        *slow_steps.ARGUMENTS,
-        "--mm-processor-kwargs", json.dumps({"tokenprune": setting}),
-    ]  # fmt: skip
-    with launch(command, tmp_path, port, VLLM_CPU_KVCACHE_SPACE="1") as running:
+    arguments = ["--api-server-count", "2", *slow_steps.ARGUMENTS]
+    with serve_with_several_engines(folder(NAME), tmp_path, setting, *arguments) as running:
         yield running
 
 

@@ -74,7 +74,6 @@ class Loads:
         engine.forget()
 
     def test_single_and_concurrent_requests(self, engine: Engine, reference: Any, preempted: list[str]) -> None:
-        """Long answers in chunks. Some requests are preempted and recomputed."""
         photos = engine.checkpoint.images
         # The third short request stops before its image, because the chunk has no room for it.
         short = [(engine.checkpoint.prompt(1, f"{n}? "), photos(1, seed=n)) for n in range(3)]
@@ -85,7 +84,6 @@ class Loads:
         assert preempted
 
     def test_prefix_shared_by_three_requests(self, engine: Engine, reference: Any) -> None:
-        """Three requests write after a shared prefix at once, and read it from the cache."""
         checkpoint = engine.checkpoint
         images = checkpoint.images(1)
         prompts = [checkpoint.prompt(1, LONG + what) for what in ("what is it? ", "where? ", "who painted it, why? ")]
@@ -278,7 +276,6 @@ class Curious(Pruner):
 
 class TestOthers:
     def test_text_attention_matches_transformers(self, start: Any, reference: Any) -> None:
-        """Rows of text, values, and the input of the layer before, as in transformers."""
         needs = ("text_attention", "first_row_attention", "values", "previous_hidden")
         register = registry.register("curious", site=Site.IN_LLM, needs=needs)
         try:
@@ -299,7 +296,6 @@ class TestOthers:
         registry._METHODS.pop("loud")
 
     def test_third_party_method_with_mrope(self, start: Any, reference: Any, loud: Method) -> None:
-        """A method by norms on a model with M-RoPE, with images of several sizes."""
         engine = start("qwen2_5_vl", setting(loud), disable_chunked_mm_input=True, max_num_batched_tokens=1200)
         sizes = [(280, 224), (224, 420), (112, 112)]
         prompts = mixed(engine, lambda n: [photo(*sizes[index], seed=index) for index in range(n)])

@@ -107,7 +107,6 @@ def run(draw: random.Random, requests: list[Prompt], aligned: bool) -> bool:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_each_prompt_reads_its_own_tokens(seed: int) -> None:
-    """Prompts with common prefixes share blocks, in any order and with any chunks."""
     draw = random.Random(seed)
     assert run(draw, prompts(draw, True, 3), True)
     assert run(draw, prompts(draw, False, 1), False)

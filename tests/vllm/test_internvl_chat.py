@@ -12,8 +12,8 @@ import torch
 
 from checkpoints import photo
 from conftest import DIVPRUNE, Engine, same
+from front_end import config
 from internvl_chat import ChatReference, write
-from test_plugin import config
 from tokenprune import OptionError, UnsupportedSetupError
 from tokenprune.selection.sites.encoder import Tower
 from tokenprune_bench.calibration import Thresholds
@@ -40,7 +40,6 @@ def prompt(images: int) -> str:
 def test_tower_is_read_and_merges(
     start: Callable[..., Engine], folder: Any, reference: Any, written: Path, tmp_path: Path
 ) -> None:
-    """Several methods read it and one merges, for images of one and several tiles, in one call of the tower."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     tower, path = reference("internvl").model.model.vision_tower, tmp_path / "thresholds.safetensors"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import tokenprune
 from conftest import Engine
+from front_end import config
 from paper_checkpoints import PAPERS
-from test_plugin import config
 from tokenprune.errors import UnsupportedSetupError
 
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}

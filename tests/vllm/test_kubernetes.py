@@ -11,15 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 import yaml
 
-from test_pixels import processor
-from test_plugin import config
+from conftest import DIVPRUNE
+from front_end import config, engine_parts, processor
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.gateway import reload
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
@@ -132,7 +130,6 @@ def test_the_server_reaches_nothing_outside() -> None:
 
 
 def test_the_job_loads_the_weights(tmp_path: Path) -> None:
-    """Its command, with a hub that has nothing."""
     (container,) = JOB["spec"]["template"]["spec"]["containers"]
     code = container["args"][0].replace("/models", str(tmp_path))
     hub = tmp_path / "huggingface_hub.py"
@@ -202,16 +199,10 @@ def test_a_config_map_that_changes_is_read_again(folder: Callable[[str], Path], 
     publish("..1", (DEPLOY / "kubernetes/offer.json").read_text())
     (tmp_path / "offer.json").symlink_to("..data/offer.json")
     file = str(tmp_path / "offer.json")
-    made = processor(
-        folder("qwen2_5_vl"), {"method": "divprune", "keep": 0.25, "reload": file}, served_model_name="map"
-    )
-    model_config = made.info.ctx.model_config
-    vllm_config = SimpleNamespace(model_config=model_config, use_v2_model_runner=False)
-    renderer = SimpleNamespace(get_mm_processor=lambda: made)
-    engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer, collective_rpc=AsyncMock())
+    made = processor(folder("qwen2_5_vl"), DIVPRUNE | {"reload": file}, served_model_name="map")
+    model_config, engine = made.info.ctx.model_config, engine_parts(made)
     assert get_server_config(model_config).rollout("default") == 0.0
     publish("..2", '{"profiles": {"slow": {"keep": 0.5}}, "rollout": 0.05}')
     assert asyncio.run(reload.reload(engine))
-    assert get_server_config(model_config).rollout("default") == 0.05 and get_server_config(model_config).names == [
-        "slow"
-    ]
+    offer = get_server_config(model_config)
+    assert offer.rollout("default") == 0.05 and offer.names == ["slow"]

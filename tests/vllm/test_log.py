@@ -17,11 +17,9 @@ import torch
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, Engine
-from test_pixels import photos, processor
-from test_plugin import config
+from front_end import FrontEnd, config
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm import log
-from tokenprune.integrations.vllm.frontend.request import get_policy
 from tokenprune.integrations.vllm.settings.configuration import METRICS_FOLDER
 from tokenprune.integrations.vllm.worker.clock import Clock
 
@@ -41,21 +39,10 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 def test_requests_and_refusals(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     """One line for each, the same where the cache has the images; none while memory is measured."""
-    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
-
-    checkpoint = CHECKPOINTS["qwen2_5_vl"]
-    made = processor(folder("qwen2_5_vl"), SETTING | {"log": "json"}, served_model_name="logging")
-    cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
-    token = made.info.get_hf_config().image_token_id
-
-    def ask(count: int, asked: Any = None, prompt: int | None = None) -> int:
-        items = made.info.parse_mm_data({"image": photos(checkpoint)[:count]})
-        kwargs = {} if asked is None else {"tokenprune": asked}
-        written = checkpoint.prompt(count if prompt is None else prompt)
-        return made(written, items, hf_processor_mm_kwargs=kwargs, cache=cache)["prompt_token_ids"].count(token)
-
+    front = FrontEnd(folder, "qwen2_5_vl", SETTING | {"log": "json"}, "logging")
+    ask = front.count
     lines(caplog)
-    made.get_dummy_mm_inputs({"image": 1})
+    front.processor.get_dummy_mm_inputs({"image": 1})
     assert lines(caplog) == []
     full = {count: ask(count, {"profile": "ocr"}) for count in (1, 2)}
     assert lines(caplog) == [
@@ -83,32 +70,26 @@ def test_requests_and_refusals(folder: Callable[[str], Path], caplog: pytest.Log
             ask(1, one)
         assert lines(caplog) == [{"event": "refusal", "reason": reason}]
     with pytest.raises(OptionError):
-        ask(1, prompt=2)
+        ask(1, prompt=front.checkpoint.prompt(2))
     assert lines(caplog) == [{"event": "refusal", "reason": "input"}]
 
 
 def test_nothing_is_logged_unless_asked_for(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint = CHECKPOINTS["qwen2_5_vl"]
-    made = processor(folder("qwen2_5_vl"), SETTING)
-    items = made.info.parse_mm_data({"image": photos(checkpoint)[:1]})
-    made(checkpoint.prompt(1), items, hf_processor_mm_kwargs={})
+    front = FrontEnd(folder, "qwen2_5_vl", SETTING)
+    front.ask(1)
     with pytest.raises(OptionError, match="does not exist"):
-        made(checkpoint.prompt(1), items, hf_processor_mm_kwargs={"tokenprune": {"profile": "fsat"}})
-    with Clock.from_config(worker(made.info.ctx.model_config)).timing("divprune", CPU):
+        front.ask(1, {"profile": "fsat"})
+    with Clock.from_config(worker(front.model_config)).timing("divprune", CPU):
         pass
     assert lines(caplog) == []
 
 
-def test_only_the_server_decides(folder: Callable[[str], Path]) -> None:
+def test_bad_values_stop_the_server(folder: Callable[[str], Path]) -> None:
     for value in ("xml", True, ["json"], None):
         with pytest.raises(ValueError, match='log must be "json", or left out'):
             config(folder("llava"), DIVPRUNE | {"log": value})
     with pytest.raises(ValueError, match=r"profile 'fast': .*log"):
         config(folder("llava"), DIVPRUNE | {"profiles": {"fast": {"keep": 0.11, "log": "json"}}})
-    made = processor(folder("llava"), SETTING | {"log": "json"})
-    with pytest.raises(OptionError, match="log belongs to the server's configuration, not to a request"):
-        asked = {"log": "json"}
-        get_policy(made.info.ctx.model_config, asked).resolve(asked, {})
 
 
 def worker(model_config: Any, rank: int = 0) -> Any:
@@ -116,7 +97,6 @@ def worker(model_config: Any, rank: int = 0) -> Any:
 
 
 def test_selections(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
-    """With the counters' file or without; of workers that share a model, by one."""
     model_config = config(folder("llava"), {"off": True, "log": "json"})
     seconds = Path(getattr(model_config.multimodal_config, METRICS_FOLDER))
     item = {"keep": 0.25, "modality": "video", "tokens_in": 36, "tokens_out": 9}
@@ -155,7 +135,6 @@ def test_a_selection_has_the_id_of_its_request(in_engine: str, asked: str) -> No
 def test_selections_name_their_requests(
     start: Callable[..., Engine], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """Of several requests in a step, in one batch of the tower or more; none of those whose images a cache has."""
     engine, checkpoint = start(name, DIVPRUNE | {"log": "json"}), CHECKPOINTS[name]
     lines(caplog)
     drawn = iter([checkpoint.images(1, seed=40 + seed)[0] for seed in range(6)])

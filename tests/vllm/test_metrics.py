@@ -13,68 +13,39 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
+from prometheus_client import CollectorRegistry, multiprocess
 
-from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
-from test_pixels import photos, processor
+from front_end import TOTAL, FrontEnd, photos, samples, sum_stages
 from tokenprune.integrations.vllm.frontend import worker_metrics
 from tokenprune.integrations.vllm.settings.configuration import METRICS_FOLDER
 from tokenprune.integrations.vllm.worker.clock import Clock
 
-TOTAL = "tokenprune:visual_tokens_total"
-
-
-def samples(name: str, model: str, registry: CollectorRegistry = REGISTRY) -> dict[tuple[str, ...], float]:
-    """Return the values of a counter of one model, by its other labels in the order of their
-    names."""
-    found = [sample for metric in registry.collect() for sample in metric.samples if sample.name == name]
-    return {
-        tuple(value for key, value in sorted(one.labels.items()) if key != "model_name"): one.value
-        for one in found
-        if one.labels["model_name"] == model
-    }
-
-
-def counted(model: str) -> tuple[float, float]:
-    values = samples(TOTAL, model)
-    return tuple(sum(value for labels, value in values.items() if stage in labels) for stage in ("in", "out"))
-
 
 @pytest.mark.parametrize("name", ["mistral3", "llava_next", "internvl", "qwen3_vl"])
 def test_requests_are_counted(folder: Callable[[str], Path], name: str) -> None:
-    """With breaks and tiles between the placeholders; hits of the cache too, and nothing when memory is measured."""
-    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
+    front = FrontEnd(folder, name, DIVPRUNE, name)
+    images = photos(front.checkpoint)[1:]
 
-    checkpoint = CHECKPOINTS[name]
-    made = processor(folder(name), DIVPRUNE, served_model_name=name)
-    cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
-    token = made.info.get_hf_config().image_token_id
-
-    def ask(images: list[Any], override: dict[str, Any] | None = None) -> tuple[int, tuple[float, float]]:
+    def ask(override: dict[str, Any] | None = None) -> tuple[int, tuple[float, ...]]:
         """Placeholders of the prompt, and what is counted."""
-        before = counted(name)
-        kwargs = {} if override is None else {"tokenprune": override}
-        items = made.info.parse_mm_data({"image": images})
-        ids = made(checkpoint.prompt(len(images)), items, hf_processor_mm_kwargs=kwargs, cache=cache)[
-            "prompt_token_ids"
-        ]
-        return ids.count(token), tuple(b - a for a, b in zip(before, counted(name), strict=True))
+        before = sum_stages(TOTAL, name)
+        placeholders = front.count(images, override)
+        return placeholders, tuple(value - before[stage] for stage, value in sum_stages(TOTAL, name).items())
 
-    images = photos(checkpoint)[1:]
-    whole, sums = ask(images, {"off": True})
+    whole, sums = ask({"off": True})
     assert sums == (whole, whole)
     for _ in range(2):
-        left, sums = ask(images)
+        left, sums = ask()
         # Where line breaks travel among an image's rows (Mistral 3), placeholders stand for them too.
         assert sums[0] == whole and sums[1] <= left and sums[1] == pytest.approx(whole / 4, abs=2)
     if name != "internvl":
         for method in ("downsample", ["downsample", "uniform"]):
-            left, sums = ask(images, {"method": method, "keep": 0.5})
+            left, sums = ask({"method": method, "keep": 0.5})
             assert sums[0] == whole and sums[1] <= left < whole
-    before = counted(name)
-    made.get_dummy_mm_inputs({"image": 1})
-    assert counted(name) == before
+    before = samples(TOTAL, name)
+    front.processor.get_dummy_mm_inputs({"image": 1})
+    assert samples(TOTAL, name) == before
     asked = {("off", "1"): 1, ("divprune", "0.25"): 2}
     if name != "internvl":
         asked |= {("downsample", "0.5"): 1, ("downsample+uniform", "0.25"): 1}
@@ -86,22 +57,16 @@ def test_requests_are_counted(folder: Callable[[str], Path], name: str) -> None:
 def test_refusals_are_counted_by_reason(folder: Callable[[str], Path]) -> None:
     from tokenprune.errors import OptionError
 
-    checkpoint = CHECKPOINTS["qwen2_5_vl"]
     setting = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}, "min_keep": 0.1}
-    made = processor(folder("qwen2_5_vl"), setting, served_model_name="refusing")
-    items = made.info.parse_mm_data({"image": photos(checkpoint)[:1]})
-
-    def ask(asked: Any, prompt: str = checkpoint.prompt(1)) -> list[int]:
-        return made(prompt, items, hf_processor_mm_kwargs={"tokenprune": asked})["prompt_token_ids"]
-
-    assert len(ask({"profile": "fast"})) < len(ask({})) < len(ask({"off": True}))
-    assert ask({"profile": "fast"}) == ask({"keep": 0.11})
+    front = FrontEnd(folder, "qwen2_5_vl", setting, "refusing")
+    assert front.count(1, {"profile": "fast"}) < front.count(1, {}) < front.count(1, {"off": True})
+    assert front.ask(1, {"profile": "fast"}) == front.ask(1, {"keep": 0.11})
     refused = [{"profile": "fsat"}, {"keep": 0.09}, {"profile": "fast", "keep": 0.09}, {"method": "divprun"}, [1]]
     for asked in refused:
         with pytest.raises(ValueError):
-            ask(asked)
+            front.ask(1, asked)
     with pytest.raises(OptionError, match="2 image placeholders"):
-        ask({}, checkpoint.prompt(2))
+        front.ask(1, {}, front.checkpoint.prompt(2))
     assert samples("tokenprune:refusals_total", "refusing") == {
         ("profile",): 1, ("limit",): 2, ("setting",): 2, ("input",): 1,
     }  # fmt: skip

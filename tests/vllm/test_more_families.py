@@ -16,10 +16,10 @@ from transformers import BatchFeature
 
 import tokenprune
 from checkpoints import Checkpoint, page, photo
-from conftest import ALL, DIVPRUNE, ORIGINAL, Engine, same
+from conftest import ALL, DIVPRUNE, ORIGINAL, Engine
+from front_end import config
 from more_checkpoints import MORE
 from paper_checkpoints import PAPERS, Paper
-from test_plugin import config
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.integrations.vllm.settings.configuration import family_of
@@ -45,28 +45,26 @@ def inspected_here() -> Iterator[None]:
         yield
 
 
-def asked(checkpoint: Checkpoint) -> list[tuple[str, list[Any], list[Any], dict[str, Any]]]:
-    """Prompts, images, videos and overrides of DIVPRUNE: full, by each of two methods, and with a video."""
+def asked(checkpoint: Checkpoint) -> list[tuple]:
+    """Prompts, images, overrides of DIVPRUNE and videos: full, by each of two methods, and with a video."""
     if checkpoint.most == 0:  # videos alone
         prompt = checkpoint.prompt(0, video=True)
-        return [(prompt, [], [checkpoint.clip()], over) for over in ({"off": True}, {}, POOL, {"method": "evs"}, VSCAN)]
+        return [(prompt, [], over, [checkpoint.clip()]) for over in ({"off": True}, {}, POOL, {"method": "evs"}, VSCAN)]
     images = checkpoint.images(checkpoint.most)
     prompt = checkpoint.prompt(len(images))
-    cases = [(prompt, images, [], over) for over in ({"off": True}, {}, POOL)]
-    if checkpoint.name != "aria":
-        cases += [(prompt, images, [], over) for over in (VSCAN, HIPRUNE)]
+    overrides = [{"off": True}, {}, POOL] + [VSCAN, HIPRUNE] * (checkpoint.name != "aria")
+    cases: list[tuple] = [(prompt, images, override) for override in overrides]
     if checkpoint.video:
         beside = images[:1] if checkpoint.mixes else []
         both = checkpoint.prompt(len(beside), video=True)
-        overrides = ({}, {"method": "evs"}, {"per": "frame"}, VSCAN)
-        cases += [(both, beside, [checkpoint.clip()], over) for over in overrides]
+        overrides = [{}, {"method": "evs"}, {"per": "frame"}, VSCAN]
+        cases += [(both, beside, override, [checkpoint.clip()]) for override in overrides]
     if checkpoint.name in ("qwen3_vl_moe", "qwen3_5"):  # for the others see test_tower.py
-        cases.append((prompt, images, [], {"method": "tome", "keep": 0.3}))
+        cases.append((prompt, images, {"method": "tome", "keep": 0.3}))
     if checkpoint.name == "glm4v":  # for Qwen see test_pixels.py
-        cases.append((prompt, [page(140, 196), *images[1:]], [], {"method": "pixelprune", "keep": 0.9}))
-        cases.append((prompt, images, [], {"method": "towerdrop", "keep": 0.4, "layer": 1}))
-    if checkpoint.name == "paligemma":  # for others of SigLIP and CLIP see test_tower.py
-        cases.append((prompt, images, [], {"method": "towerdrop", "keep": 0.4, "layer": 1}))
+        cases.append((prompt, [page(140, 196), *images[1:]], {"method": "pixelprune", "keep": 0.9}))
+    if checkpoint.name in ("glm4v", "paligemma"):  # for others of SigLIP and CLIP see test_tower.py
+        cases.append((prompt, images, {"method": "towerdrop", "keep": 0.4, "layer": 1}))
     return cases
 
 
@@ -84,15 +82,16 @@ def test_family(start: Callable[..., Engine], reference: Any, name: str) -> None
     # M-RoPE has original positions already; of the others, decoders that test_original_positions.py does not run.
     engine = start(name, DIVPRUNE | ORIGINAL, dtype=checkpoint.dtype, limit_mm_per_prompt=limits)
     cases = asked(checkpoint)
-    outputs = engine.generate([engine.request(prompt, images, over, videos) for prompt, images, videos, over in cases])
-    for (prompt, images, videos, over), output in zip(cases, outputs, strict=True):
-        setting = None if over.get("off") else DIVPRUNE | over
-        told = theirs.greedy(checkpoint.before + prompt, images, 6, setting, videos, engine.original)
+    outputs = engine.generate([engine.request(*case) for case in cases])
+    for case, output in zip(cases, outputs, strict=True):
         if checkpoint.dtype == "float32":
-            same(output, *told)
-        else:
-            own, whole = gap(output, told[1]), theirs.greedy(prompt, images, 1, None, videos)[1]
-            assert own < 0.12 and (setting is None or 2 * own < gap(output, whole))
+            engine.compare(reference, output, *case)
+            continue
+        prompt, images, override, videos = (*case, ())[:4]
+        setting = engine.resolve(override)
+        logprobs, unpruned = (theirs.greedy(prompt, images, 1, one, videos)[1] for one in (setting, None))
+        own = gap(output, logprobs)
+        assert own < 0.12 and (setting is None or 2 * own < gap(output, unpruned))
     full, kept, *_ = (len(output.prompt_token_ids) for output in outputs)
     assert full > kept
 

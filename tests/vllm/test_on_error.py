@@ -13,18 +13,16 @@ from PIL import Image
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
+from front_end import FrontEnd, samples
 from test_log import lines
-from test_metrics import samples
 from test_placeholders_in_text import IMAGE as PAD
-from test_rollout_counts import asking
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.frontend import items, pixels
 from tokenprune.integrations.vllm.frontend.served import MethodError
 
 NAME = "qwen2_5_vl"
-ENDS = (
-    CHECKPOINTS[NAME].prompt(1).partition("<|vision_end|>")[0]
-)  # with an image: nothing tells where its answer stands
+# With an image: nothing tells where its answer stands.
+ENDS = CHECKPOINTS[NAME].prompt(1).partition("<|vision_end|>")[0]
 STRICT = {"profiles": {"strict": {"keep": 0.5, "on_error": "refuse"}}, "log": "json"}
 
 
@@ -33,7 +31,7 @@ def failures(model: str) -> dict[tuple[str, ...], float]:
 
 
 def test_it_is_served_in_full_or_refused(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
-    _, ask = asking(folder(NAME), NAME, DIVPRUNE | STRICT | {"on_error": "full"}, "falling")
+    ask = FrontEnd(folder, NAME, DIVPRUNE | STRICT | {"on_error": "full"}, "falling").ask
     whole = ask(1, {"off": True}, prompt=ENDS)
     lines(caplog)
     assert ask(1, prompt=ENDS) == whole
@@ -53,7 +51,7 @@ def test_it_is_served_in_full_or_refused(folder: Callable[[str], Path], caplog: 
 
 
 def test_by_itself_it_is_refused(folder: Callable[[str], Path]) -> None:
-    _, ask = asking(folder(NAME), NAME, DIVPRUNE, "refusing it")
+    ask = FrontEnd(folder, NAME, DIVPRUNE, "refusing it").ask
     for prompt, says in (
         (ENDS, "ends with an image"),
         (CHECKPOINTS[NAME].prompt(1, f"a {PAD}?"), "2 image placeholders"),
@@ -72,10 +70,9 @@ def test_no_image_of_a_clients_is_a_methods_failure(
     """However small or long: it is served, or refused as an input, or by vLLM itself."""
     model = f"image {method} {size}"
     for more in ({}, {"rollout": 0.0}):
-        made, _ = asking(folder(NAME), NAME, {"method": method, "keep": 0.5} | more, model)
-        items = made.info.parse_mm_data({"image": [Image.new("RGB", size)]})
+        front = FrontEnd(folder, NAME, {"method": method, "keep": 0.5} | more, model)
         try:
-            made(CHECKPOINTS[NAME].prompt(1), items, hf_processor_mm_kwargs={})
+            front.ask([Image.new("RGB", size)], cached=False)
         except Exception as error:
             assert not isinstance(error, MethodError), error
     assert not {outcome for outcome, *_ in failures(model)} - {"input"}
@@ -87,8 +84,8 @@ def test_a_methods_own_error(folder: Callable[[str], Path], place: str, monkeypa
     """Of any class: before the image is read and after it was made smaller; in shadow, none reaches a client."""
     setting = {"method": ["downsample", "uniform"], "keep": [0.5, 0.5]}
     model, plan = f"own {place}", items.PromptItem.make_plan
-    _, ask = asking(folder(NAME), NAME, setting | STRICT | {"on_error": "full"}, model)
-    _, held = asking(folder(NAME), NAME, setting | {"rollout": 0.0}, f"{model} shadow")
+    ask = FrontEnd(folder, NAME, setting | STRICT | {"on_error": "full"}, model).ask
+    held = FrontEnd(folder, NAME, setting | {"rollout": 0.0}, f"{model} shadow").ask
     whole = ask(2, {"off": True})
 
     def fail(self: Any, *given: Any) -> Any:
@@ -112,7 +109,7 @@ def test_a_methods_own_error(folder: Callable[[str], Path], place: str, monkeypa
 
 
 def test_an_error_of_vllm_is_its_own(folder: Callable[[str], Path]) -> None:
-    _, ask = asking(folder(NAME), NAME, DIVPRUNE | {"on_error": "full"}, "not ours")
+    ask = FrontEnd(folder, NAME, DIVPRUNE | {"on_error": "full"}, "not ours").ask
     with pytest.raises(Exception) as caught:
         ask(1, prompt="no place for an image")
     assert not isinstance(caught.value, TokenPruneError) and failures("not ours") == {}

@@ -14,8 +14,8 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
 
-from conftest import DIVPRUNE, ORIGINAL, Engine, same
-from test_plugin import config
+from conftest import DIVPRUNE, ORIGINAL, Engine, check_recomputed
+from front_end import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.plan import Plan, field_name, find_runs
@@ -40,29 +40,17 @@ def engine(start: Callable[..., Engine]) -> Engine:
     return start(NAME, HALF | ORIGINAL, **options)
 
 
-def check(reference: Any, output: Any, prompt: str, images: list, setting: Any, videos: Any = ()) -> None:
-    steps = len(output.outputs[0].token_ids)
-    same(output, *reference(NAME).greedy(prompt, images, steps, setting, videos, original=True))
-
-
 def test_mixed_requests_and_the_prefix_cache(engine: Engine, reference: Any) -> None:
     engine.forget()
     checkpoint, images = engine.checkpoint, engine.checkpoint.images(2)
     two, side, first = checkpoint.prompt(2), "look: <image><image> what? ", "<image> or <image>, what? "
-    asked: list[tuple[str, list, Any, list]] = [(prompt, images, HALF, []) for prompt in (two, side, first)]
-    asked += [(two, images, None, []), (side, images, {"method": "vscan", "stage2": False, "keep": 0.25}, [])]
+    asked: list[tuple] = [(prompt, images, {}) for prompt in (two, side, first)]
+    asked += [(two, images, {"off": True}), (side, images, {"method": "vscan", "stage2": False, "keep": 0.25})]
     # At the end. This method keeps the last token; for other methods transformers keeps it.
-    asked += [("what is it? <image>", images[:1], {"method": "uniform", "keep": 0.6}, [])]
-    asked += [("what? " * 8, [], HALF, []), (two, images, HALF | {"keep": 1.0}, [])]
-    asked += [(checkpoint.prompt(1, video=True), images[:1], DIVPRUNE | {"per": "frame"}, [checkpoint.clip()])]
-    asked += [(checkpoint.prompt(1, video=True), images[:1], {"method": "evs", "keep": 0.4}, [checkpoint.clip()])]
-    requests = [
-        engine.request(prompt, some, {"off": True} if setting is None else setting, videos)
-        for prompt, some, setting, videos in asked
-    ]
-    outputs = engine.generate(requests, 12)
-    for (prompt, some, setting, videos), output in zip(asked, outputs, strict=True):
-        check(reference, output, prompt, some, setting, videos)
+    asked += [("what is it? <image>", images[:1], {"method": "uniform", "keep": 0.6})]
+    asked += [("what? " * 8, [], {}), (two, images, {"keep": 1.0})]
+    asked += map(checkpoint.video_case, (DIVPRUNE | {"per": "frame"}, {"method": "evs", "keep": 0.4}))
+    outputs = engine.check(reference, asked, 12)
     # The answers differ from renumbered positions.
     logprobs = reference(NAME).greedy(two, images, 1, HALF)[1]
     likely = outputs[0].outputs[0].logprobs[0]
@@ -70,24 +58,14 @@ def test_mixed_requests_and_the_prefix_cache(engine: Engine, reference: Any) -> 
 
     # From the cache, which ends within an image, and the same images with another question.
     other = checkpoint.prompt(2, "something else altogether? ")
-    engine.generate(requests[:1])
+    engine.generate([engine.request(*asked[0])])
     for prompt in (two, other):
-        (output,) = engine.generate([engine.request(prompt, images, HALF)])
+        (output,) = engine.check(reference, [(prompt, images)])
         assert output.num_cached_tokens >= BLOCK
-        check(reference, output, prompt, images, HALF)
 
 
 def test_recomputed_requests(engine: Engine, reference: Any, preempted: list[str]) -> None:
-    """A recomputed request also contains a part of its answer."""
-    engine.forget()
-    checkpoint = engine.checkpoint
-    asked = [(checkpoint.prompt(2, f"case {n}? "), checkpoint.images(2, seed=n)) for n in range(4)]
-    outputs = engine.generate([engine.request(*one) for one in asked], 55)
-    again = {name.partition("-")[0] for name in preempted}
-    compared = [(*one, output) for one, output in zip(asked, outputs, strict=True) if output.request_id in again]
-    assert compared
-    for prompt, images, output in compared:
-        check(reference, output, prompt, images, HALF)
+    check_recomputed(engine, reference, preempted, {})
 
 
 def test_prompts_longer_than_the_model_raise(engine: Engine, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,17 +76,10 @@ def test_prompts_longer_than_the_model_raise(engine: Engine, reference: Any, mon
         with pytest.raises(OptionError, match=r"positions for fewer than 4: send fewer or smaller images"):
             engine.generate([engine.request(prompt, images)])
         engine.generate([engine.request(prompt, images, {"off": True})])
-    (output,) = engine.generate([engine.request(prompt, images)])
-    check(reference, output, prompt, images, HALF)
-
-
-def test_requests_cannot_set_positions(engine: Engine) -> None:
-    with pytest.raises(OptionError, match="positions belongs to the server's configuration"):
-        engine.generate([engine.request("<image> what? ", engine.checkpoint.images(1), {"positions": "renumbered"})])
+    engine.check(reference, [(prompt, images)])
 
 
 def test_effect_of_the_setting(folder: Any) -> None:
-    """Values that vLLM gets, and defaults that stay."""
     llava = config(folder("llava"), DIVPRUNE | ORIGINAL)
     assert llava.uses_mrope and llava.hf_text_config.rope_parameters["mrope_section"] == [16, 0, 0]
     for setting in (DIVPRUNE, DIVPRUNE | {"positions": "renumbered"}):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conftest import DIVPRUNE, Engine, same, stop
+from conftest import DIVPRUNE, Engine, stop
 
 pytestmark = [pytest.mark.thorough, pytest.mark.only_v1("V2 was not tried on several devices")]
 # Reading the tower and merging in it need all heads, of which each worker holds some.
@@ -30,9 +30,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def compare(engine: Engine, reference: Any) -> None:
     checkpoint = engine.checkpoint
     asked = [(checkpoint.prompt(n), checkpoint.images(n), method) for method in METHODS for n in (1, 2)]
-    outputs = engine.generate([engine.request(*one) for one in asked])
-    for (prompt, images, override), output in zip(asked, outputs, strict=True):
-        same(output, *reference(checkpoint.name).greedy(prompt, images, 6, DIVPRUNE | override))
+    engine.check(reference, asked)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from checkpoints import CHECKPOINTS, Checkpoint, page
-from conftest import DIVPRUNE, Engine, same
-from test_plugin import config
+from conftest import DIVPRUNE, Engine
+from front_end import photos, processor
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.frontend.request import get_policy
 from tokenprune.integrations.vllm.settings.keys import NO_SETTING
@@ -31,40 +31,25 @@ SETTINGS = {
 }
 
 
-def photos(checkpoint: Checkpoint) -> list[Image.Image]:
-    """Smooth, and noisy: dynres tells them apart; and lines, which it takes for text."""
-    (height, width), *_ = checkpoint.sizes
-    slope = np.linspace(60, 200, height * width).reshape(height, width)
-    noise = np.random.default_rng(3).integers(0, 256, (width, height))
-    lines = (np.random.default_rng(0).random((height, height)) < 0.3) * 255
-    return [Image.fromarray(one.astype(np.uint8)).convert("RGB") for one in (slope, noise, lines)]
-
-
 @pytest.fixture(scope="module", params=RESIZED)
 def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engine:
     return start(request.param, SETTINGS["downsample"])
 
 
-@pytest.fixture
-def checkpoint(engine: Engine) -> Checkpoint:
-    return engine.checkpoint
-
-
-def check(reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, images: list, setting: Any, videos=()):
-    """The same prompt, placeholders included, where nothing is cut behind the encoder; and the same answer."""
-    theirs = reference(checkpoint.name)
-    if not isinstance(setting.get("method"), list):
-        assert list(output.prompt_token_ids) == theirs.prompt_ids(prompt, images, setting, videos)
-    tokens, logprobs = theirs.greedy(prompt, images, len(output.outputs[0].token_ids), setting, videos)
-    return same(output, tokens, logprobs)
+def check(engine: Engine, reference: Any, asked: list[tuple]) -> list[Any]:
+    """Compare answers, and prompts where nothing is cut after the encoder. Return the outputs."""
+    outputs = engine.check(reference, asked)
+    for (prompt, images, override, *videos), output in zip(asked, outputs, strict=True):
+        setting = engine.resolve(override)
+        if setting is None or not isinstance(setting["method"], list):
+            ids = reference(engine.checkpoint.name).prompt_ids(prompt, images, setting, *videos)
+            assert list(output.prompt_token_ids) == ids
+    return outputs
 
 
 def test_every_setting(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """In one batch, with images that get a share each."""
     prompt, images = checkpoint.prompt(3), photos(checkpoint)
-    outputs = engine.generate([engine.request(prompt, images, override) for override in SETTINGS.values()])
-    for setting, output in zip(SETTINGS.values(), outputs, strict=True):
-        check(reference, checkpoint, output, prompt, images, setting)
+    outputs = check(engine, reference, [(prompt, images, override) for override in SETTINGS.values()])
     lengths = [len(output.prompt_token_ids) for output in outputs]
     assert max(lengths[1:]) < lengths[0] and len(set(lengths)) > 3, lengths
 
@@ -75,9 +60,7 @@ def test_videos_keep_their_size(engine: Engine, reference: Any, checkpoint: Chec
     prompt, images, videos = checkpoint.prompt(1, video=True), photos(checkpoint)[1:2], [checkpoint.clip()]
     still = {"method": "downsample", "videos": False}
     overrides = [{"off": True}, still | {"keep": 0.4}, {"method": [still, "divprune"], "keep": [0.6, 0.5]}]
-    outputs = engine.generate([engine.request(prompt, images, override, videos) for override in overrides])
-    for setting, output in zip(overrides, outputs, strict=True):
-        check(reference, checkpoint, output, prompt, images, setting, videos)
+    outputs = check(engine, reference, [(prompt, images, override, videos) for override in overrides])
     lengths = [len(output.prompt_token_ids) for output in outputs]
     assert lengths[0] > lengths[1] > lengths[2], lengths
     with pytest.raises(ValueError, match='"videos": false'):
@@ -91,8 +74,7 @@ def test_caches_tell_settings_apart(engine: Engine, reference: Any, checkpoint: 
     overrides = [{"keep": 0.4}, {"method": "dynres", "keep": 0.4}, {"method": "downsample", "keep": 0.400001}, {}]
     hits = []
     for override in overrides:
-        (output,) = engine.generate([engine.request(prompt, images, override)])
-        check(reference, checkpoint, output, prompt, images, SETTINGS["downsample"] | override)
+        (output,) = check(engine, reference, [(prompt, images, override)])
         hits.append(output.num_cached_tokens)
     text = prompt.index(checkpoint.image) // 32 * 32
     assert hits[:3] == [text] * 3 and hits[3] >= 32, hits
@@ -114,7 +96,6 @@ UNITS = [
 def test_units_that_repeat_leave_ahead_of_the_tower(
     engine: Engine, reference: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside other methods in one call of the encoder; a page and noise, of which all stays; then a video."""
     if not checkpoint.mrope:
         pytest.skip(f"the tower of {checkpoint.name} takes whole grids")
     engine.forget()
@@ -124,35 +105,20 @@ def test_units_that_repeat_leave_ahead_of_the_tower(
     block = engine.model.visual.blocks[0]
     run = block.forward
     monkeypatch.setattr(block, "forward", lambda x, *args, **kwargs: towers.append(len(x)) or run(x, *args, **kwargs))
-    outputs = engine.generate([engine.request(prompt, images, override) for override in UNITS])
-    for setting, output in zip(UNITS, outputs, strict=True):
-        check_units(reference, checkpoint, output, prompt, images, setting)
+    outputs = engine.check(reference, [(prompt, images, override) for override in UNITS])
     assert min(towers) < max(towers)
+    whole = len(reference(checkpoint.name).prompt_ids(prompt, images))
+    assert all(len(output.prompt_token_ids) < whole for output in outputs)
     frames, told = checkpoint.clip()
     frames = np.repeat(frames[:3], 2, axis=0)
     frames[:, : height // 2] = frames[:1, : height // 2]  # what does not move
     prompt, videos = checkpoint.prompt(1, video=True), [(frames, told)]
-    outputs = engine.generate([engine.request(prompt, images[:1], override, videos) for override in UNITS[:2]])
-    for setting, output in zip(UNITS, outputs, strict=False):
-        check_units(reference, checkpoint, output, prompt, images[:1], setting, videos)
-
-
-def check_units(
-    reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, images: list, setting: Any, videos: Any = ()
-) -> None:
-    theirs = reference(checkpoint.name)
-    same(output, *theirs.greedy(prompt, images, len(output.outputs[0].token_ids), setting, videos))
-    assert len(output.prompt_token_ids) < len(theirs.prompt_ids(prompt, images, None, videos))
+    outputs = engine.check(reference, [(prompt, images[:1], override, videos) for override in UNITS[:2]])
+    whole = len(reference(checkpoint.name).prompt_ids(prompt, images[:1], None, videos))
+    assert all(len(output.prompt_token_ids) < whole for output in outputs)
 
 
 # -- without an engine: the front end alone
-
-
-def processor(folder: Any, setting: Any, **options: Any) -> Any:
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-
-    model_config = config(folder, setting, **options)  # which loads plugins: before the registry is asked
-    return MULTIMODAL_REGISTRY.create_processor(model_config)
 
 
 def written(made: Any, prompt: str, images: Any, override: Any = None) -> list[int]:
@@ -163,7 +129,6 @@ def written(made: Any, prompt: str, images: Any, override: Any = None) -> list[i
 
 @pytest.mark.parametrize("name", FIXED)
 def test_images_of_one_size_are_refused(folder: Callable[..., Any], name: str) -> None:
-    """When the server starts, and in a request; composed methods too."""
     checkpoint = CHECKPOINTS[name]
     for key in ("downsample", "dynres", "downsample, divprune"):
         with pytest.raises(OptionError, match=r"ImageProcessor makes the same number .* such as pool"):

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from checkpoints import CHECKPOINTS, VOCABULARY, text
-from conftest import DIVPRUNE, OPTIONS, Engine, same
+from conftest import DIVPRUNE, OPTIONS, Engine
+from front_end import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import compat, plugin
 from tokenprune.integrations.vllm.settings.configuration import check_engine
@@ -27,21 +28,12 @@ from tokenprune.integrations.vllm.worker import runner
 from tokenprune.models.families import SERVED
 
 
-def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = None, **options: Any) -> Any:
-    """vLLM's configuration of a model, made as a server that starts makes it. extra: more arguments of processors."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    kwargs = (extra or {}) | ({} if setting is None else {"tokenprune": setting}) or None
-    return EngineArgs(str(folder), mm_processor_kwargs=kwargs, **OPTIONS | options).create_model_config()
-
-
 def test_every_hook_is_there() -> None:
     assert compat.missing_hooks("weights", "setting", "worker") == []
     assert compat.vllm_version() == compat.TESTED
 
 
 def test_other_versions_are_refused_by_name(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only who has a setting is refused."""
     hooks = compat.HOOKS["setting"] | {
         "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_hashes": "self moved",
         "vllm.multimodal:Gone": "",
@@ -234,15 +226,17 @@ def test_other_models_are_refused(tmp_path: Path, folder: Any) -> None:
     config(tmp_path / "llama")
 
 
+def write_checkpoint(plain: Path, folder: Path, setting: Any) -> None:
+    """Write a checkpoint like `plain` whose config has a setting."""
+    for path in plain.iterdir():
+        (folder / path.name).symlink_to(path)
+    config = json.loads((plain / "config.json").read_text()) | {"tokenprune": setting}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def test_the_setting_may_stand_in_the_checkpoint(folder: Any, tmp_path: Path) -> None:
-    """And the server's own goes before it."""
-    made = json.loads((folder("llava") / "config.json").read_text())
-    for path in folder("llava").iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(
-        json.dumps(made | {"tokenprune": {"method": "random", "keep": 0.3, "seed": 5}})
-    )
+    write_checkpoint(folder("llava"), tmp_path, {"method": "random", "keep": 0.3, "seed": 5})
     own = config(tmp_path).multimodal_config
     assert own.tokenprune == {"method": "random", "keep": 0.3, "seed": 5}
     over = config(tmp_path, {"keep": 0.5}).multimodal_config
@@ -253,12 +247,7 @@ def test_the_setting_may_stand_in_the_checkpoint(folder: Any, tmp_path: Path) ->
 
 def test_profiles_stand_over_checkpoint_and_server(folder: Any, tmp_path: Path) -> None:
     """One of them is a file; who has nothing but profiles removes nothing of its own."""
-    made = json.loads((folder("llava") / "config.json").read_text())
-    for path in folder("llava").iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "config.json").unlink()
-    own = {"method": "random", "keep": 0.3, "seed": 5, "min_keep": 0.05}
-    (tmp_path / "config.json").write_text(json.dumps(made | {"tokenprune": own}))
+    write_checkpoint(folder("llava"), tmp_path, {"method": "random", "keep": 0.3, "seed": 5, "min_keep": 0.05})
     tuned = written(tmp_path / "tuned.json", {"method": "pool", "keep": 0.2})
     server = config(tmp_path, {"keep": 0.5, "profiles": {"tuned": {"config": str(tuned)}, "less": {"keep": 0.1}}})
     assert dict(get_server_config(server).profiles) == {
@@ -328,8 +317,7 @@ def test_without_a_setting_nothing_changes(start: Callable[..., Engine], referen
     checkpoint = CHECKPOINTS["qwen2_vl"]
     prompt, images = checkpoint.prompt(2), checkpoint.images(2)
     (output,) = engine.generate([engine.request(prompt, images)])
-    tokens, logprobs = reference("qwen2_vl").greedy(prompt, images, 6, None)
-    same(output, tokens, logprobs)
+    engine.compare(reference, output, prompt, images, {"off": True})
     assert list(output.prompt_token_ids) == reference("qwen2_vl").inputs(prompt, images)["input_ids"][0].tolist()
     assert not hasattr(engine.model, "supports_multimodal_pruning")
     with pytest.raises(OptionError, match="has no tokenprune setting"):

@@ -3,33 +3,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE, stop
-from server import serve
-from test_profiles import data_url, post
+from conftest import DIVPRUNE
+from server import serve, write_messages
 
 NAME, PATH = "llava", "/v1/embeddings"
 FULL, QUARTER, TENTH = 36, 9, 4  # tokens of an image
 
 
 def test_profiles_at_other_endpoints(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    stop()
     setting = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}, "same": {"keep": 0.25}}, "log": "json"}
     arguments = ["--runner", "pooling", "--convert", "embed", "--trust-request-mm-kwargs"]
     arguments += ["--served-model-name", "tiny", "tiny:fast", "tiny:same", "tiny:default", "tiny:fsat"]
-    url = data_url(CHECKPOINTS[NAME].images(1))
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what? "}]
-    kwargs = json.dumps({"tokenprune": setting})
-    with serve(folder(NAME), tmp_path, "--mm-processor-kwargs", kwargs, *arguments) as server:
+    messages = write_messages(CHECKPOINTS[NAME].images(1), "what? ")
+    with serve(folder(NAME), tmp_path, setting, *arguments) as server:
 
         def ask(model: str, path: str = PATH, **more: Any) -> Any:
-            body = {"model": model, "messages": [{"role": "user", "content": content}], **more}
-            answer = post(server, path, body)
+            answer = server.post_json(path, {"model": model, "messages": messages, **more})
             return answer if isinstance(answer, int) else answer["usage"]["prompt_tokens"]
 
         def by_key(value: dict[str, Any]) -> Any:

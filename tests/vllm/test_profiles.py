@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import random
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +16,9 @@ import pytest
 
 import slow_steps
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE, stop
-from server import CALL, Server, serve
-from test_server import NAME, ask, check, nested
+from conftest import DIVPRUNE
+from server import CALL, Server, data_url, serve, write_messages
+from test_server import NAME, ask, check, nested, post_setting
 from tokenprune.integrations.vllm import check as serve_check
 
 PROFILES = {"half": {"keep": 0.5}, "fast": {"keep": 0.11}, "ocr": {"off": True}}
@@ -35,10 +31,9 @@ LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 35}  # tokens of an image
 
 @pytest.fixture(scope="module")
 def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    stop()
     arguments = ["--served-model-name", "tiny", "tiny:half", "tiny:fast", "tiny:ocr", "tiny:fsat"]
-    arguments += ["--enable-prompt-tokens-details", "--mm-processor-kwargs", json.dumps({"tokenprune": SETTING})]
-    with serve(folder(NAME), tmp_path_factory.mktemp("profiles"), *arguments, *slow_steps.ARGUMENTS) as running:
+    arguments += ["--enable-prompt-tokens-details", *slow_steps.ARGUMENTS]
+    with serve(folder(NAME), tmp_path_factory.mktemp("profiles"), SETTING, *arguments) as running:
         yield running
 
 
@@ -62,58 +57,32 @@ def test_requests_choose_by_name_and_by_key(server: Server, reference: Any) -> N
 
 
 def test_other_ways_to_ask(server: Server) -> None:
-    """Responses and messages come through the same place."""
-    url = data_url(image(0))
+    url = data_url(*image(0))
     part = {"type": "input_image", "image_url": url, "detail": "auto"}
     response = {"max_output_tokens": 1, "input": [{"role": "user", "content": [part]}]}
     source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
     message = {"role": "user", "content": [{"type": "image", "source": source}]}
     asked = (("/v1/responses", response), ("/v1/messages", {"max_tokens": 1, "messages": [message]}))
-    used = [post(server, path, body | {"model": f"tiny:{one}"})["usage"] for path, body in asked for one in PROFILES]
+    used = [
+        server.post_json(path, body | {"model": f"tiny:{one}"})["usage"] for path, body in asked for one in PROFILES
+    ]
     # Messages count what comes from the prefix cache apart.
     lengths = [one["input_tokens"] + (one.get("cache_read_input_tokens") or 0) for one in used]
     assert [one - lengths[0] for one in lengths] == 2 * [0, LEFT["fast"] - LEFT["half"], LEFT["ocr"] - LEFT["half"]]
 
 
-def data_url(images: list[Any]) -> str:
-    buffer = io.BytesIO()
-    images[0].save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def post(server: Server, path: str, body: Any) -> Any:
-    """Return the answer, or the status if it is none."""
-    data = json.dumps(body).encode() if not isinstance(body, bytes) else body
-    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"}, method="POST")
-    try:
-        with urllib.request.urlopen(request, timeout=CALL) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        assert error.code < 500, server.story(error.read().decode())
-        return error.code
-
-
 def answer(server: Server, path: str, body: Any, **headers: str) -> tuple[str | None, str]:
     """Return the header that says what served a request, and the answer's text."""
-    data = json.dumps({"model": "tiny", "max_tokens": 1} | body).encode()
-    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"} | headers)
-    try:
-        with urllib.request.urlopen(request, timeout=CALL) as found:
-            return found.headers.get("x-tokenprune"), found.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.headers.get("x-tokenprune"), error.read().decode()
+    _, answered, text = server.post(path, {"model": "tiny", "max_tokens": 1} | body, **headers)
+    return answered.get("x-tokenprune"), text
 
 
 def logged(server: Server, request: str) -> list[dict[str, Any]]:
-    lines = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
-    return [one for one in lines if one.get("request") == request and one["event"] != "selection"]
+    return [one for one in server.events() if one.get("request") == request and one["event"] != "selection"]
 
 
 def test_answers_say_what_served_them(server: Server) -> None:
-    """In a header, in usage details and in the log, under the answer's own id; nothing of requests without images."""
-    chat, url = "/v1/chat/completions", data_url(image(3))
-    content = [{"type": "image_url", "image_url": {"url": url}}]
-    body = {"messages": [{"role": "user", "content": content}]}
+    chat, body = "/v1/chat/completions", {"messages": write_messages(image(3))}
     whole = {"profile": "half", "by": "name", "method": "divprune", "keep": 0.5, "images": 1, "videos": 0,
              "tokens_in": 35, "tokens_out": 18}  # fmt: skip
     half = "divprune;keep=0.5;profile=half;by=name;in=35;out=18"
@@ -135,7 +104,7 @@ def test_answers_say_what_served_them(server: Server) -> None:
         assert header == f"divprune;keep=0.25;profile=default;by={by};in=35;out=9"
     (line,) = logged(server, "mine.1")
     assert line["by"] == "key"
-    part = [{"type": "input_image", "image_url": url, "detail": "auto"}]
+    part = [{"type": "input_image", "image_url": data_url(*image(3)), "detail": "auto"}]
     response = {"model": "tiny:ocr", "max_output_tokens": 1, "input": [{"role": "user", "content": part}]}
     header, text = answer(server, "/v1/responses", response)
     assert (
@@ -177,7 +146,6 @@ def test_all_else_is_refused(server: Server, reference: Any, how: dict[str, Any]
 
 
 def test_a_profile_shares_all_with_itself(server: Server) -> None:
-    """And nothing with another: one image, by what vLLM's cache of processed images says."""
 
     def hits(**how: Any) -> float:
         before = sum(server.counted("vllm:mm_cache_hits_total").values())
@@ -218,19 +186,11 @@ def test_the_profile_follows_the_load(server: Server) -> None:
 
 
 def test_hostile_requests(server: Server, reference: Any) -> None:
-    """Answered or refused, never an error of the server's; what a request must not touch is closed."""
-    draw, url = random.Random(1), data_url(image(0))
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what? "}]
+    draw, models = random.Random(1), ["tiny", *(f"tiny:{profile}" for profile in [*PROFILES, "fsat"])]
     names = [*map(json.dumps, [*PROFILES, "x" * 10**5]), "1e400", "[" * 3000 + "]" * 3000, "null", "{}"]
     names += ['"\\ud800"', '"\\u0000"']
     asked = [nested(draw) for _ in range(12)] + [f'{{"profile": {one}}}' for one in names]
-    answered = []
-    for one in asked:
-        models = ["tiny", *(f"tiny:{profile}" for profile in [*PROFILES, "fsat"])]
-        body = {"model": draw.choice(models), "messages": [{"role": "user", "content": content}], "max_tokens": 1}
-        text = json.dumps(body | {"mm_processor_kwargs": {"tokenprune": "SETTING"}}).replace('"SETTING"', one)
-        answer = post(server, "/v1/chat/completions", text.encode())
-        answered.append(answer if isinstance(answer, int) else 200)
+    answered = [post_setting(server, one, draw.choice(models)) for one in asked]
     assert set(answered) == {200, 400}, dict(zip(asked, answered, strict=True))
     check(ask(server, image(0), "what? "), reference, image(0), "what? ", None)
 
@@ -260,8 +220,7 @@ def test_profiles_are_counted(server: Server) -> None:
 
 
 def test_the_log_says_what_was_counted(server: Server) -> None:
-    """Of the front end and of the engine, each a process; beside vLLM's own lines."""
-    lines = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
+    lines = server.events()
     requests = [one for one in lines if one["event"] == "request"]
     for profile in [*PROFILES, "default"]:
         count = sum(
@@ -284,7 +243,4 @@ def test_the_check_finds_it_on(server: Server) -> None:
     """A server whose requests may not choose is judged by the answer's header."""
     found = serve_check.check(serve_check.RemoteServer(server.url, timeout=CALL))
     assert found.code == 0 and "is loaded, setting divprune 0.25, profiles half, fast, ocr" in found.lines[0]
-    assert re.search(
-        r"An image is pruned: (\d+) -> (\d+) visual tokens \(header divprune;keep=0.25;",
-        found.lines[1],
-    )
+    assert re.search(r"An image is pruned: (\d+) -> (\d+) visual tokens \(header divprune;keep=0.25;", found.lines[1])

@@ -17,44 +17,24 @@ import pytest
 from PIL import Image
 
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE, stop
+from conftest import DIVPRUNE
 from runner import IN_LLM
-from server import CALL, Server, serve
-from test_profiles import data_url, post
+from server import CALL, Server, serve, write_messages
 
 NAME, CHAT = "llava", "/v1/chat/completions"
 MOST = 30  # images of a request
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "layer": 1, "experimental_in_llm": True}
 BAD: list[dict[str, Any]] = [
-    {"temperature": -1},
-    {"top_p": 2},
-    {"top_k": -5},
-    {"n": 0},
-    {"max_tokens": -1},
-    {"max_tokens": 5000},
-    {"min_tokens": 9},
-    {"presence_penalty": 9},
-    {"frequency_penalty": -9},
-    {"repetition_penalty": 0},
-    {"min_p": 2},
-    {"logprobs": True, "top_logprobs": 99},
-    {"prompt_logprobs": 99},
-    {"stop": ""},
-    {"bad_words": [""]},
-    {"logit_bias": {"99999": 1}},
-    {"structured_outputs": {"regex": "("}},
-    {"structured_outputs": {"choice": []}},
-    {"structured_outputs": {"json": {"type": "nonsense"}}},
-    {"allowed_token_ids": []},
-    {"allowed_token_ids": [99999]},
-]
+    {"temperature": -1}, {"top_p": 2}, {"top_k": -5}, {"n": 0}, {"max_tokens": -1}, {"max_tokens": 5000},
+    {"min_tokens": 9}, {"presence_penalty": 9}, {"frequency_penalty": -9}, {"repetition_penalty": 0}, {"min_p": 2},
+    {"logprobs": True, "top_logprobs": 99}, {"prompt_logprobs": 99}, {"stop": ""}, {"bad_words": [""]},
+    {"logit_bias": {"99999": 1}}, {"structured_outputs": {"regex": "("}}, {"structured_outputs": {"choice": []}},
+    {"structured_outputs": {"json": {"type": "nonsense"}}}, {"allowed_token_ids": []}, {"allowed_token_ids": [99999]},
+]  # fmt: skip
 
 
 def running(folder: Any, place: Path, setting: dict[str, Any], *arguments: str) -> Any:
-    stop()
-    limit = json.dumps({"image": MOST})
-    kwargs = json.dumps({"tokenprune": setting})
-    return serve(folder(NAME), place, "--limit-mm-per-prompt", limit, "--mm-processor-kwargs", kwargs, *arguments)
+    return serve(folder(NAME), place, setting, "--limit-mm-per-prompt", json.dumps({"image": MOST}), *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +44,7 @@ def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
 
 
 def body(images: list[Any], **more: Any) -> dict[str, Any]:
-    content = [{"type": "image_url", "image_url": {"url": data_url([image])}} for image in images]
-    content += [{"type": "text", "text": "what? "}]
-    return {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": content}], **more}
+    return {"model": "tiny", "max_tokens": 2, "messages": write_messages(images, "what? "), **more}
 
 
 def image(seed: int) -> list[Any]:
@@ -74,18 +52,17 @@ def image(seed: int) -> list[Any]:
 
 
 def answered(server: Server, request: dict[str, Any], path: str = CHAT) -> bool:
-    return not isinstance(post(server, path, request), int)
+    return not isinstance(server.post_json(path, request), int)
 
 
 def test_a_refused_request_costs_the_next_one_nothing(server: Server) -> None:
     for number, bad in enumerate(BAD):
-        assert post(server, CHAT, body(image(100 + number), **bad)) == 400, bad
+        assert server.post_json(CHAT, body(image(100 + number), **bad)) == 400, bad
         assert answered(server, body(image(100 + number))), bad
         assert answered(server, body(image(100 + number))), bad  # now by its hash alone
 
 
 def test_images_are_sent_once(server: Server) -> None:
-    """Where nothing went wrong, vLLM's cache is what it was."""
     name = "vllm:mm_cache_hits_total"
     assert answered(server, body(image(900)))
     before = sum(server.counted(name).values())
@@ -99,7 +76,7 @@ def test_refused_requests_do_not_make_the_caches_part(folder: Callable[[str], Pa
     with running(folder, tmp_path, DIVPRUNE, "--mm-processor-cache-gb", str(room)) as server:
         assert answered(server, body(image(1)))
         for number in range(8):
-            assert post(server, CHAT, body(image(1), n=0)) == 400
+            assert server.post_json(CHAT, body(image(1), n=0)) == 400
             assert answered(server, body(image(100 + number)))
         assert answered(server, body(image(1)))
         assert "cannot process an image again" not in server.log.read_text()
@@ -107,14 +84,13 @@ def test_refused_requests_do_not_make_the_caches_part(folder: Callable[[str], Pa
 
 def test_several_requests_share_an_image_of_which_one_is_refused(server: Server) -> None:
     images = image(950) + image(951) + image(950)
-    assert post(server, CHAT, body(images[:2], n=0)) == 400
+    assert server.post_json(CHAT, body(images[:2], n=0)) == 400
     assert answered(server, body(images))
-    assert post(server, CHAT, body(images, top_p=2)) == 400
+    assert server.post_json(CHAT, body(images, top_p=2)) == 400
     assert answered(server, body(images[1:]))
 
 
 def test_a_client_that_leaves_while_its_images_are_read(server: Server) -> None:
-    """Large images, so that reading them takes a while, of which clients leave after a part."""
 
     def flat(start: int) -> dict[str, Any]:
         colours = [(at % 251, 7 * at % 253, 13 * at % 241) for at in range(start, start + MOST)]
@@ -138,7 +114,7 @@ def test_log_probabilities_of_the_prompt_are_refused_before_images_are_read(
     folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with running(folder, tmp_path, DART, "--disable-chunked-mm-input") as server:
-        assert post(server, CHAT, body(image(1), prompt_logprobs=1)) == 400
+        assert server.post_json(CHAT, body(image(1), prompt_logprobs=1)) == 400
         assert sum(server.counted("vllm:mm_cache_queries_total").values()) == 0
         assert sum(server.counted("tokenprune:refusals_total").values()) == 1
         assert answered(server, body(image(1)))

@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 
-from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, OPTIONS
-from test_pixels import photos, processor
+from front_end import FrontEnd
 from tokenprune.integrations.vllm.frontend import items
 from tokenprune.integrations.vllm.frontend import request as seam
-from tokenprune.integrations.vllm.frontend.served import RequestRecord, ServedRequest
-from tokenprune.integrations.vllm.gateway.choice import Choice
+from tokenprune.integrations.vllm.frontend.served import ServedRequest
 from tokenprune.integrations.vllm.settings import configuration
-from tokenprune.integrations.vllm.settings.server_config import ServerConfig, get_server_config
+from tokenprune.integrations.vllm.settings.server_config import ServerConfig
 
 NAME = "qwen2_5_vl"
 AGES = {"keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.25]]}}
@@ -39,9 +37,7 @@ def test_a_request_is_resolved_once(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, key: str, asked: Any
 ) -> None:
     """Whatever its steps are: hashes, items that a cache has or lacks, prompts and plans."""
-    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
-
-    made, calls = processor(folder(NAME), DIVPRUNE | SETTINGS[key]), Counter[str]()
+    front, calls = FrontEnd(folder, NAME, DIVPRUNE | SETTINGS[key]), Counter[str]()
 
     def counting(owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -57,11 +53,8 @@ def test_a_request_is_resolved_once(
     counting(ServerConfig, "setting")
     counting(ServedRequest, "build")
     counting(items, "family_of")
-    cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
-    kwargs = {} if asked is None else {"tokenprune": asked}
     for count in (1, 3):
-        images = made.info.parse_mm_data({"image": photos(CHECKPOINTS[NAME])[:count]})
-        made(CHECKPOINTS[NAME].prompt(count), images, hf_processor_mm_kwargs=kwargs, cache=cache)
+        front.ask(count, asked)
         assert calls.pop("family_of", 0) == (count == 1)  # what a model's items have in common, for its first request
         assert calls.pop("check_model") == 1
         assert calls.pop("setting", 0) + calls.pop("parse_request", 0) == 1
@@ -71,29 +64,22 @@ def test_a_request_is_resolved_once(
 def test_a_choice_of_an_endpoint_is_resolved_there(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = processor(folder(NAME), DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}})
-    offer, asked = get_server_config(made.info.ctx.model_config), {"profile": "fast"}
-    choice = Choice(asked, offer, offer.setting(asked), RequestRecord("name"))
+    front = FrontEnd(folder, NAME, DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}})
+    choice = front.choose({"profile": "fast"}, by="name")
     monkeypatch.setattr(configuration, "check_model", None)
     monkeypatch.setattr(ServerConfig, "setting", None)
-    items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[NAME])[:1]})
-    made(CHECKPOINTS[NAME].prompt(1), items, hf_processor_mm_kwargs={"tokenprune": choice})
+    front.ask(1, choice, cached=False)
     assert (choice.served.profile, choice.served.keep, choice.served.images) == ("fast", 0.11, 1)
 
 
 def test_threads_do_not_share_a_request(folder: Callable[[str], Path]) -> None:
-    """One processor serves them, each under the setting of its own request."""
     keeps = (0.1, 0.25, 0.5, 1.0)
-    made, barrier, found = processor(folder(NAME), DIVPRUNE), threading.Barrier(len(keeps)), dict[float, set[int]]()
-    image = made.info.get_hf_config().image_token_id
+    front, barrier, found = FrontEnd(folder, NAME, DIVPRUNE), threading.Barrier(len(keeps)), dict[float, set[int]]()
 
     def ask(keep: float) -> None:
         barrier.wait()
         for _ in range(8):
-            items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[NAME])[:2]})
-            kwargs = {"tokenprune": {"keep": keep}}
-            ids = made(CHECKPOINTS[NAME].prompt(2), items, hf_processor_mm_kwargs=kwargs)["prompt_token_ids"]
-            found.setdefault(keep, set()).add(ids.count(image))
+            found.setdefault(keep, set()).add(front.count(2, {"keep": keep}, cached=False))
 
     threads = [threading.Thread(target=ask, args=(keep,)) for keep in keeps]
     for one in threads:

@@ -11,12 +11,8 @@ import pytest
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
-from test_metrics import TOTAL, samples
-from test_pixels import photos, processor
+from front_end import TOTAL, FrontEnd, samples, sum_stages
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.frontend.served import RequestRecord
-from tokenprune.integrations.vllm.gateway.choice import Choice
-from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
 SETTINGS = {
     "divprune": DIVPRUNE,
@@ -35,41 +31,15 @@ CASES = [
 ]
 
 
-def sums(name: str, model: str) -> dict[str, float]:
-    """Return the sums of a counter of tokens by its stage."""
-    values = samples(name, model)
-    return {stage: sum(value for labels, value in values.items() if stage in labels) for stage in ("in", "out")}
-
-
-def asking(folder: Path, name: str, setting: Any, model: str) -> tuple[Any, Callable[..., list[int]]]:
-    """Return a processor, and a function that gives the prompt that it writes for so many images."""
-    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
-
-    made = processor(folder, setting, served_model_name=model)
-    cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
-
-    def ask(count: int, asked: Any = None, prompt: str | None = None, lot: float | None = None) -> list[int]:
-        items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[name])[:count]})
-        if lot is not None:
-            offer = get_server_config(made.info.ctx.model_config)
-            asked = Choice(asked or {}, offer, offer.setting(asked or {}), RequestRecord(), lot)
-        kwargs = {} if asked is None else {"tokenprune": asked}
-        written = CHECKPOINTS[name].prompt(count) if prompt is None else prompt
-        return made(written, items, hf_processor_mm_kwargs=kwargs, cache=cache)["prompt_token_ids"]
-
-    return made, ask
-
-
 @pytest.mark.parametrize(("name", "key"), CASES)
 def test_what_would_be_kept(folder: Callable[[str], Path], name: str, key: str) -> None:
-    """For one image, three, and three that the cache has; and prompts are those with nothing removed."""
     real, shadow = f"real-{name}-{key}", f"shadow-{name}-{key}"
-    _, reduced = asking(folder(name), name, SETTINGS[key], real)
-    _, held = asking(folder(name), name, SETTINGS[key] | {"rollout": 0.0}, shadow)
+    reduced = FrontEnd(folder, name, SETTINGS[key], real)
+    held = FrontEnd(folder, name, SETTINGS[key] | {"rollout": 0.0}, shadow)
     for count in (1, 3, 3):
-        reduced(count)
-        assert held(count) == held(count, {"off": True})
-    found, wanted = sums("tokenprune:shadow_tokens_total", shadow), sums(TOTAL, real)
+        reduced.ask(count)
+        assert held.ask(count) == held.ask(count, {"off": True})
+    found, wanted = sum_stages("tokenprune:shadow_tokens_total", shadow), sum_stages(TOTAL, real)
     assert found == wanted and 0 < found["out"] <= found["in"]
     assert (found["out"] < found["in"]) == (key != "frames")  # images stay where frames are compared
     assert set(samples("tokenprune:shadow_requests_total", shadow).items()) == {(("kept", "default"), 3)}
@@ -80,7 +50,8 @@ def test_a_share_is_reduced_and_the_rest_counted(folder: Callable[[str], Path]) 
     """A setting that would be refused is refused on both sides; what cannot be counted is served, and said."""
     name, model = "qwen2_5_vl", "split"
     profiles = {"fast": {"keep": 0.11, "rollout": 1.0}, "ocr": {"off": True}}
-    made, ask = asking(folder(name), name, DIVPRUNE | {"profiles": profiles, "rollout": 0.25, "min_keep": 0.1}, model)
+    front = FrontEnd(folder, name, DIVPRUNE | {"profiles": profiles, "rollout": 0.25, "min_keep": 0.1}, model)
+    ask = front.ask
     whole = ask(1, {"profile": "ocr"})
     less = ask(1, lot=0.2)
     assert len(less) < len(whole) == len(ask(1, lot=0.25)) == len(ask(1, lot=0.9))
@@ -98,25 +69,14 @@ def test_a_share_is_reduced_and_the_rest_counted(folder: Callable[[str], Path]) 
     tokens = samples("tokenprune:shadow_tokens_total", model)
     assert set(tokens) == {("0.25", "divprune", "in"), ("0.25", "divprune", "out")}
     requests = samples("tokenprune:requests_total", model)
-    assert sum(requests.values()) == 6 and made.info.ctx.model_config.served_model_name == model
+    assert sum(requests.values()) == 6 and front.model_config.served_model_name == model
 
 
 def test_sides_share_nothing_and_each_shares_with_itself(folder: Callable[[str], Path]) -> None:
-    """One image: under its setting, held back, and asked for in full."""
-    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
-
-    name = "qwen2_5_vl"
-    made = processor(folder(name), DIVPRUNE | {"rollout": 0.5}, served_model_name="sides")
-    offer, cache = (
-        get_server_config(made.info.ctx.model_config),
-        MultiModalProcessorOnlyCache(made.info.ctx.model_config),
-    )
+    front = FrontEnd(folder, "qwen2_5_vl", DIVPRUNE | {"rollout": 0.5}, "sides")
 
     def hashes(asked: Any, lot: float) -> str:
-        tracked = Choice(asked, offer, offer.setting(asked), RequestRecord(), lot)
-        items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[name])[:1]})
-        found = made(CHECKPOINTS[name].prompt(1), items, hf_processor_mm_kwargs={"tokenprune": tracked}, cache=cache)
-        return found["mm_hashes"]["image"][0]
+        return front.process(1, asked, lot=lot)["mm_hashes"]["image"][0]
 
     asked = [({}, 0.0), ({}, 0.9), ({"keep": 0.5}, 0.9), ({"off": True}, 0.9)]
     assert len({hashes(*one) for one in asked}) == 4

@@ -58,7 +58,6 @@ def expected(
 
 
 def test_greedy_answers(engine: Engine, reference: Any) -> None:
-    """Of logits that parameters change, in one batch."""
     bias = params(temperature=0.0, logit_bias=BIASED, presence_penalty=1.5, frequency_penalty=0.5)
     within = params(temperature=0.0, allowed_token_ids=ALLOWED)
     cases = [(override, *one) for override in ({}, OFF) for one in ((bias, biased), (within, allowed))]

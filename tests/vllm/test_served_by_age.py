@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 
 from checkpoints import CHECKPOINTS, Checkpoint
-from conftest import DIVPRUNE, ORIGINAL, Engine, same, stop
-from server import Server, serve
-from test_metrics import TOTAL, samples
-from test_pixels import processor
-from test_profiles import answer, data_url
+from conftest import DIVPRUNE, ORIGINAL, Engine
+from front_end import TOTAL, FrontEnd, processor, samples
+from server import Server, serve, write_messages
+from test_profiles import answer
 from tokenprune.errors import OptionError
 
 BLOCK, TURNS = 32, 7
@@ -46,35 +44,17 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engi
     return start(request.param, setting, limit_mm_per_prompt={"image": 8})
 
 
-@pytest.fixture
-def checkpoint(engine: Engine) -> Checkpoint:
-    return engine.checkpoint
-
-
-def expect(engine: Engine, reference: Any, output: Any, prompt: str, images: list, override: dict[str, Any]) -> None:
-    theirs, steps = reference(engine.checkpoint.name), len(output.outputs[0].token_ids)
-    setting = None if override.get("off") else SERVER | override
-    same(output, *theirs.greedy(prompt, images, steps, setting, original=engine.original))
-
-
 def test_a_batch_of_settings(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """With images of one request that are equal, too: each has its own age."""
     (first, *others), prompt = checkpoint.images(4), chat(checkpoint, 5)
     images = [first, *others, first]
-    outputs = engine.generate([engine.request(prompt, images, override) for override in SETTINGS.values()])
-    for override, output in zip(SETTINGS.values(), outputs, strict=True):
-        expect(engine, reference, output, prompt, images, override)
+    outputs = engine.check(reference, [(prompt, images, override) for override in SETTINGS.values()])
     lengths = {name: len(output.prompt_token_ids) for name, output in zip(SETTINGS, outputs, strict=True)}
     assert lengths["none by age"] < lengths["server"] < lengths["off"], lengths
 
 
 def test_requests_of_other_lengths_at_once(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """Ages are of a request, whatever is beside it."""
     images = checkpoint.images(5, seed=20)
-    asked = [(chat(checkpoint, count), images[:count]) for count in (5, 1, 3, 2)]
-    outputs = engine.generate([engine.request(*one) for one in asked])
-    for (prompt, shown), output in zip(asked, outputs, strict=True):
-        expect(engine, reference, output, prompt, shown, {})
+    engine.check(reference, [(chat(checkpoint, count), images[:count]) for count in (5, 1, 3, 2)])
 
 
 def kept_of(counts: list[int]) -> list[int]:
@@ -97,8 +77,7 @@ def test_a_chat_computes_again_what_follows_an_image_that_aged(
         prompt, shown = chat(checkpoint, turn), images[:turn]
         full = "".join("i" if one == token else "t" for one in theirs.inputs(prompt, shown)["input_ids"][0].tolist())
         kept = kept_of([len(run) for run in full.split("t") if run])
-        (output,) = engine.generate([engine.request(prompt, shown)], 2)
-        expect(engine, reference, output, prompt, shown, {})
+        (output,) = engine.check(reference, [(prompt, shown)], 2)
         ids = list(output.prompt_token_ids)
         places = [place for place, one in enumerate(ids) if one == token]
         assert len(places) == sum(kept)
@@ -112,20 +91,14 @@ def test_a_chat_computes_again_what_follows_an_image_that_aged(
     assert changes == [[], [], [], [0, 1], [], [2, 3], []] and hits > 0
 
 
-def asking(folder: Path, name: str, setting: Any, model: str) -> Callable[..., dict[str, Any]]:
-    """Return a function that has the front end process images."""
-    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
+def asking(folder: Callable[[str], Path], name: str, setting: Any, model: str) -> Callable[..., dict[str, Any]]:
+    """Return a function that has the front end process the images of a chat."""
+    front = FrontEnd(folder, name, setting, model, limit_mm_per_prompt={"image": 8, "video": 1})
+    checkpoint = front.checkpoint
 
-    made = processor(folder, setting, served_model_name=model, limit_mm_per_prompt={"image": 8, "video": 1})
-    cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
-
-    def ask(images: list[Any], asked: Any = None, cached: bool = True, videos: int = 0, **kwargs: Any) -> dict:
-        checkpoint = CHECKPOINTS[name]
-        data = ({"image": images} if images else {}) | ({"video": [checkpoint.clip()]} if videos else {})
-        words = chat(checkpoint, len(images)) + (f"{checkpoint.video} and then? " if videos else "")
-        kwargs |= {} if asked is None else {"tokenprune": asked}
-        items = made.info.parse_mm_data(data)
-        return made(words, items, hf_processor_mm_kwargs=kwargs, cache=cache if cached else None)
+    def ask(images: list[Any], asked: Any = None, videos: int = 0, **more: Any) -> dict:
+        words = chat(checkpoint, len(images)) + f"{checkpoint.video} and then? " * videos
+        return front.process(images, asked, words, videos=[checkpoint.clip()] * videos, **more)
 
     return ask
 
@@ -133,7 +106,7 @@ def asking(folder: Path, name: str, setting: Any, model: str) -> Callable[..., d
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
 def test_an_image_is_to_caches_what_it_is_at_its_age(folder: Callable[[str], Path], name: str) -> None:
     """Cached images change nothing, and are shared with a request that wrote the same for all."""
-    ask = asking(folder(name), name, SERVER, f"ages-{name}")
+    ask = asking(folder, name, SERVER, f"ages-{name}")
     images = CHECKPOINTS[name].images(5)
     whole, half = (ask(images, {"keep": keep}, cached=False)["mm_hashes"]["image"] for keep in (1.0, 0.5))
     assert not set(whole) & set(half)
@@ -150,7 +123,6 @@ def test_an_image_is_to_caches_what_it_is_at_its_age(folder: Callable[[str], Pat
 
 
 def test_images_named_by_a_client(folder: Callable[[str], Path]) -> None:
-    """By ids of their own, each under its own setting."""
     name = "qwen2_5_vl"
     made = processor(folder(name), SERVER, served_model_name="named", limit_mm_per_prompt={"image": 8})
     items = made.info.parse_mm_data({"image": CHECKPOINTS[name].images(4)})
@@ -168,23 +140,13 @@ def test_images_named_by_a_client(folder: Callable[[str], Path]) -> None:
     ("asked", "videos", "says"),
     [
         ({}, 1, "age= counts the images of a request, and this request has videos: select a profile without age="),
-        ({"method": "fastv"}, 0, "does not make a single cut before the language model"),
-        ({"method": "tome"}, 0, "does not make a single cut before the language model"),
         ({"method": "downsample"}, 0, "does not make a single cut before the language model"),
-        ({"method": "evs"}, 0, "evs does not prune images"),
-        ({"per": "frame"}, 0, 'and per="image"'),
         ({"keep": {"keep": 0.5, "age": [[1, 0.5]]}}, 0, "starts with"),
-        (
-            {"keep": {"keep": 0.1, "age": [[0, 1.0], [1, 0.5]]}},
-            0,
-            "keep=0.05 of an image of age 1 is below min_keep=0.1",
-        ),
-        ({"keep": {"keep": 0.5, "age": [[0, 1.0], [1, 64]]}}, 0, "keep of an image of age 1 must be a share"),
-        ({"age": [[0, 1.0], [2, 0.5]]}, 0, 'age and step are part of keep. Write for example "keep": {"keep": 1.0'),
+        ({"keep": {"keep": 0.1, "age": [[0, 1.0], [1, 0.5]]}}, 0, "keep=0.05 of an image of age 1 is below min_keep"),
     ],
 )
 def test_what_cannot_be_is_refused(folder: Callable[[str], Path], asked: Any, videos: int, says: str) -> None:
-    ask = asking(folder("qwen2_5_vl"), "qwen2_5_vl", SERVER | {"min_keep": 0.1}, "refusing-ages")
+    ask = asking(folder, "qwen2_5_vl", SERVER | {"min_keep": 0.1}, "refusing-ages")
     with pytest.raises(ValueError) as caught:
         ask(CHECKPOINTS["qwen2_5_vl"].images(2), asked, videos=videos)
     assert says in str(caught.value)
@@ -193,12 +155,12 @@ def test_what_cannot_be_is_refused(folder: Callable[[str], Path], asked: Any, vi
 
 def test_a_prompt_may_end_with_an_image_while_none_has_aged(folder: Callable[[str], Path]) -> None:
     """Nothing tells where the answer to a reduced prompt stands on three axes, if its end is an image."""
-    made = processor(folder("qwen2_5_vl"), SERVER, served_model_name="ending", limit_mm_per_prompt={"image": 8})
-    images = CHECKPOINTS["qwen2_5_vl"].images(4)
+    front = FrontEnd(folder, "qwen2_5_vl", SERVER, "ending", limit_mm_per_prompt={"image": 8})
+    images = front.checkpoint.images(4)
 
-    def ask(count: int) -> Any:
-        ends = chat(CHECKPOINTS["qwen2_5_vl"], count).rpartition("<|vision_end|>")[0]
-        return made(ends, made.info.parse_mm_data({"image": images[:count]}))
+    def ask(count: int) -> list[int]:
+        ends = chat(front.checkpoint, count).rpartition("<|vision_end|>")[0]
+        return front.ask(images[:count], None, ends, cached=False)
 
     assert ask(1) and ask(3)
     with pytest.raises(OptionError, match="the prompt ends with an image"):
@@ -208,7 +170,7 @@ def test_a_prompt_may_end_with_an_image_while_none_has_aged(folder: Callable[[st
 def test_images_in_crops_are_refused(folder: Callable[[str], Path]) -> None:
     """Gemma 3 gives each crop a budget, so that ages would count crops; cached or not, and one of them too."""
     crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 14, "pan_and_scan_min_ratio_to_activate": 1.1}
-    ask = asking(folder("gemma3"), "gemma3", SERVER, "crops")
+    ask = asking(folder, "gemma3", SERVER, "crops")
     images = CHECKPOINTS["gemma3"].images(2)
     ask(images)
     ask(images, {"keep": 1.0}, images_kwargs=crops)
@@ -223,10 +185,8 @@ def test_images_in_crops_are_refused(folder: Callable[[str], Path]) -> None:
 def test_a_rollout_counts_each_image_by_its_age(folder: Callable[[str], Path]) -> None:
     """The shadow is counted under the names of its own keep, as it would be kept without a rollout."""
     name, images = "qwen2_5_vl", CHECKPOINTS["qwen2_5_vl"].images(4)
-    real, held = (
-        asking(folder(name), name, SERVER, "really"),
-        asking(folder(name), name, SERVER | {"rollout": 0.0}, "held"),
-    )
+    real = asking(folder, name, SERVER, "really")
+    held = asking(folder, name, SERVER | {"rollout": 0.0}, "held")
     for count in (1, 4, 4):
         real(images[:count])
         assert len(held(images[:count])["prompt_token_ids"]) == len(
@@ -240,29 +200,19 @@ def test_a_rollout_counts_each_image_by_its_age(folder: Callable[[str], Path]) -
 
 @pytest.fixture(scope="module")
 def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    stop()
     setting = DIVPRUNE | {"profiles": {"chat": {"keep": AGE}}, "min_keep": 0.2, "log": "json"}
-    arguments = [
-        "--served-model-name",
-        "tiny",
-        "tiny:chat",
-        "--mm-processor-kwargs",
-        json.dumps({"tokenprune": setting}),
-    ]
-    limits = ["--limit-mm-per-prompt", json.dumps({"image": 8})]
-    with serve(folder("qwen2_5_vl"), tmp_path_factory.mktemp("ages"), *arguments, *limits) as running:
+    arguments = ["--served-model-name", "tiny", "tiny:chat", "--limit-mm-per-prompt", '{"image": 8}']
+    with serve(folder("qwen2_5_vl"), tmp_path_factory.mktemp("ages"), setting, *arguments) as running:
         yield running
 
 
 def test_a_profile_by_age(server: Server) -> None:
-    """Chosen by the model's name; the header says how many images aged."""
     images = CHECKPOINTS["qwen2_5_vl"].images(4)
     half = 'keep="0.5",method="divprune",model_name="tiny",stage="in"'
     assert server.counted("tokenprune:visual_tokens_total")[half] == 0
     served = []
     for model, count in (("tiny:chat", 3), ("tiny:chat", 4), ("tiny", 4)):
-        content = [{"type": "image_url", "image_url": {"url": data_url([image])}} for image in images[:count]]
-        body = {"model": model, "messages": [{"role": "user", "content": content}]}
+        body = {"model": model, "messages": write_messages(images[:count])}
         served.append(answer(server, "/v1/chat/completions", body)[0])
     of_image = [35, 35, 36, 35]
     by_age = sum(kept_of(of_image))
@@ -272,6 +222,6 @@ def test_a_profile_by_age(server: Server) -> None:
         f"divprune;keep=0.25;profile=default;by=default;in={sum(of_image)};out=36",
     ]
     assert server.counted("tokenprune:visual_tokens_total")[half] == 70
-    lines = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
+    lines = server.events()
     assert [one["aged"] for one in lines if one["event"] == "request" and "aged" in one] == [0, 2]
     assert sorted(one["keep"] for one in lines if one["event"] == "selection") == [0.25] * 4 + [0.5] * 2

@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +17,9 @@ from typing import Any
 import pytest
 
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE, stop
-from server import CALL, Server, serve
-from test_metrics import samples
-from test_plugin import config
+from conftest import DIVPRUNE
+from front_end import config, samples
+from server import CALL, Server, serve, write_messages
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.gateway import answers, profiles
@@ -32,7 +28,7 @@ from tokenprune.integrations.vllm.settings.callers import CallerError
 from tokenprune.integrations.vllm.settings.keys import PROFILE
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
-NAME, CHAT = "llava", "/v1/chat/completions"
+NAME = "llava"
 LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 36}  # tokens of an image
 ALICE, BOB, CAROL = "sk-alice-1234567890", "sk-bob-1234567890", "sk-carol-1234567890"
 PROFILES = {"half": {"keep": 0.5}, "fast": {"keep": 0.11}, "ocr": {"off": True}}
@@ -98,7 +94,6 @@ def test_a_caller_names_no_other_profile(made: Any, calling: Any, asked: Any) ->
 
 
 def test_endpoints_without_profiles_refuse_a_caller_that_has_one(made: Any, calling: Any) -> None:
-    """As they do a name: what they would serve is another setting than the operator said."""
 
     def ask(model: str = made.served_model_name, **given: Any) -> None:
         kwargs = {"tokenprune": given} if given else None
@@ -146,12 +141,11 @@ def offer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Callable[[str], Path], offer_file: Path, tmp_path_factory: Any) -> Iterator[Server]:
-    stop()
     offer_file.write_text(json.dumps(OFFER))
     setting = DIVPRUNE | {"reload": str(offer_file), "log": "json"}
     arguments = ["--served-model-name", "tiny", *(f"tiny:{one}" for one in [*PROFILES, "default"])]
-    arguments += ["--api-key", ALICE, BOB, CAROL, "--mm-processor-kwargs", json.dumps({"tokenprune": setting})]
-    with serve(folder(NAME), tmp_path_factory.mktemp("tenants"), *arguments) as running:
+    arguments += ["--api-key", ALICE, BOB, CAROL]
+    with serve(folder(NAME), tmp_path_factory.mktemp("tenants"), setting, *arguments) as running:
         yield running
 
 
@@ -168,23 +162,15 @@ def reload(server: Server, file: Path, offer: dict[str, Any]) -> None:
 
 def ask(server: Server, *keys: str, model: str = "tiny", seed: int = 0, id: str | None = None, **more: Any) -> Any:
     """Return the header of an answer, as a dictionary, or the status and the text of a refusal."""
-    buffer = io.BytesIO()
-    CHECKPOINTS[NAME].images(1, seed=seed)[0].save(buffer, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what? "}]
-    body = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]} | more
-    request = urllib.request.Request(server.url + CHAT, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    if keys:
-        request.add_header("Authorization", f"Bearer {keys[0]}")
-    if id is not None:
-        request.add_header("X-Request-Id", id)
-    try:
-        with urllib.request.urlopen(request, timeout=CALL) as found:
-            method, *rest = found.headers["x-tokenprune"].split(";")
-            return {"method": method} | dict(one.split("=") for one in rest)
-    except urllib.error.HTTPError as error:
-        assert error.code < 500, server.story(error.read().decode())
-        return error.code, error.read().decode()
+    messages = write_messages(CHECKPOINTS[NAME].images(1, seed=seed), "what? ")
+    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    headers |= {} if id is None else {"X-Request-Id": id}
+    body = {"model": model, "max_tokens": 1, "messages": messages} | more
+    status, answered, text = server.post("/v1/chat/completions", body, **headers)
+    if status != 200:
+        return status, text
+    method, *rest = answered["x-tokenprune"].split(";")
+    return {"method": method} | dict(part.split("=") for part in rest)
 
 
 def test_the_operator_decides(server: Server) -> None:
@@ -216,7 +202,6 @@ def test_who_may_what_changes_while_it_runs(server: Server, offer_file: Path) ->
 
 
 def test_step_by_step(server: Server, offer_file: Path) -> None:
-    """Shadow, a half, all: by the request's id, the same each time, and those of the half stay in."""
     ids = [f"request-{number}" for number in range(6)]
     reduced = {id for id in ids if draw_lot(id) < 0.5}
     assert 0 < len(reduced) < len(ids)

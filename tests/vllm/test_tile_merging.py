@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from checkpoints import Checkpoint
-from conftest import Engine, same
+from conftest import Engine, mlp_inputs
 from tokenprune import BudgetError, OptionError
 from tokenprune.integrations.vllm.settings.plan import Plan, field_name
 from tokenprune.integrations.vllm.settings.towers import depth_of
@@ -24,7 +24,6 @@ from tokenprune_bench.calibration import Thresholds
 
 TOME = {"method": "tome", "keep": 0.5}
 DYMU = {"method": "dymu", "keep": 0.5, "exact": True}
-OFF = {"off": True}
 
 
 @pytest.fixture(scope="module")
@@ -49,49 +48,27 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine], thresho
     return start(request.param, TOME | {"profiles": profile})
 
 
-@pytest.fixture
-def checkpoint(engine: Engine) -> Checkpoint:
-    return engine.checkpoint
-
-
-def test_images_of_several_tiles(engine: Engine, reference: Any, checkpoint: Checkpoint, thresholds: Any) -> None:
-    """Several sizes in one call, with equal and different cropping.
-
-    Other images of the call are unpruned, or pruned after the tower.
-    """
-    dymu = DYMU | {"thresholds": str(thresholds(checkpoint.name))}
+def test_images_of_several_tiles(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     cases = [
-        (1, TOME), (2, TOME), (3, TOME | {"keep": 0.7, "proportional": False}), (2, dymu), (1, TOME | {"keep": 30}),
-        (2, OFF), (1, {"method": "divprune", "keep": 0.5}), (3, TOME | {"keep": 0.6}), (1, TOME | {"keep": 500}),
+        (1, TOME), (2, TOME), (3, TOME | {"keep": 0.7, "proportional": False}), (2, {"profile": "dymu"}),
+        (1, TOME | {"keep": 30}), (2, {"off": True}), (1, {"method": "divprune", "keep": 0.5}),
+        (3, TOME | {"keep": 0.6}), (1, TOME | {"keep": 500}),
     ]  # fmt: skip
     asked = [
         (checkpoint.prompt(n, f"case {i}? "), checkpoint.images(n, seed=i), one) for i, (n, one) in enumerate(cases)
     ]
-    requests = [engine.request(p, i, {"profile": "dymu"} if one is dymu else one) for p, i, one in asked]
     engine.forget()
-    for outputs in (engine.generate(requests), engine.generate(requests)):  # and from the caches
-        for (prompt, images, one), output in zip(asked, outputs, strict=True):
-            steps = len(output.outputs[0].token_ids)
-            told = reference(checkpoint.name).greedy(prompt, images, steps, None if one is OFF else one)
-            same(output, *told)
+    for _ in range(2):  # and from the caches
+        engine.check(reference, asked)
     assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
 
 
 def test_blocks_run_on_remaining_patches(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """One image of three tiles, two of them cropped: the last block gets their shares, padded to the largest."""
-    widths: list[tuple[int, ...]] = []
-    handles = [
-        block.mlp.register_forward_hook(lambda m, args, out: widths.append(tuple(args[0].shape[:2])))
-        for block in find_tower_blocks(engine.model)
-    ]
     engine.forget()
-    prompt, images = checkpoint.prompt(1), checkpoint.images(1)
-    (output,) = engine.generate([engine.request(prompt, images)])
-    for handle in handles:
-        handle.remove()
-    same(output, *reference(checkpoint.name).greedy(prompt, images, 6, TOME))
-    rows, first = widths[0]
-    assert rows == 3 and widths[-1][1] < first < 16 + int(checkpoint.name == "llava_next")
+    with mlp_inputs(*find_tower_blocks(engine.model)) as inputs:
+        engine.check(reference, [(checkpoint.prompt(1), checkpoint.images(1))])
+    (first,), (last,) = inputs[0], inputs[-1]
+    assert first[0] == 3 and last[1] < first[1] < 16 + int(checkpoint.name == "llava_next")
 
 
 def written(engine: Engine, images: list[Any], override: dict[str, Any], videos: list[Any] | None = None) -> list[Plan]:
@@ -107,7 +84,6 @@ def written(engine: Engine, images: list[Any], override: dict[str, Any], videos:
 
 
 def test_prompt_has_placeholders_for_the_budget(engine: Engine, checkpoint: Checkpoint) -> None:
-    """The count includes newlines, for each image."""
     for plan in written(engine, checkpoint.images(3), {}):
         assert plan.keep == [round(0.5 * count) for count in plan.counts] and len(plan.counts) == 1
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import tokenprune
 from checkpoints import Checkpoint
-from conftest import Engine, same
-from test_plugin import config
+from conftest import Engine, mlp_inputs
+from front_end import config
 from tokenprune import BudgetError, OptionError, Pruner, Site, UnsupportedSetupError
 from tokenprune.integrations.shared.checks.reading import find_missing_observable
 from tokenprune.integrations.shared.towers.tower_scores import find_last_read_block
@@ -127,43 +127,22 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine], thresho
     return start(request.param, VSCAN | profiles)
 
 
-@pytest.fixture
-def checkpoint(engine: Engine) -> Checkpoint:
-    return engine.checkpoint
-
-
-def in_force(override: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the setting of an override, as `tokenprune.patch` takes it."""
-    if override.get("off"):
-        return None
-    return override if "method" in override else VSCAN | override
-
-
-def check(reference: Any, output: Any, prompt: str, images: list, override: dict, videos: Any = ()) -> None:
-    tokens, logprobs = reference.greedy(prompt, images, len(output.outputs[0].token_ids), in_force(override), videos)
-    same(output, tokens, logprobs)
-
-
 def test_single_requests_and_cache_hits(
     engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
 ) -> None:
-    theirs, images = reference(checkpoint.name), checkpoint.images(1)
-    text = "what is it, and where, and why is it there at all? "
+    images, text = checkpoint.images(1), "what is it, and where, and why is it there at all? "
     for prompt in (checkpoint.prompt(1, text), checkpoint.prompt(1, text), checkpoint.prompt(1, "else? ")):
-        (output,) = engine.generate([engine.request(prompt, images)])
-        check(theirs, output, prompt, images, {})
+        engine.check(reference, [(prompt, images)])
     assert encoded == [1]
 
 
 def test_mixed_settings_in_one_call_of_the_tower(
     engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
 ) -> None:
-    theirs, prompt, images = reference(checkpoint.name), checkpoint.prompt(1), checkpoint.images(1)
+    prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     for settings in (SETTINGS[:4], SETTINGS[2:]):
         engine.forget()
-        outputs = engine.generate([engine.request(prompt, images, override) for override in settings])
-        for override, output in zip(settings, outputs, strict=True):
-            check(theirs, output, prompt, images, override)
+        engine.check(reference, [(prompt, images, override) for override in settings])
     assert max(encoded) > 1
     assert engine.model.tokenprune_tower._scores == {}
 
@@ -198,148 +177,101 @@ def test_each_served_method_matches_transformers(engine: Engine, reference: Any,
         pytest.skip("two towers, one with a class token, show it, and what needs tiles")
     prompt, images, settings = checkpoint.prompt(1), checkpoint.images(1), ahead(checkpoint.name)
     assert len(settings) > 18 or [one["method"] for one in settings] == ["globalcom2", "hired"]
-    outputs = engine.generate([engine.request(prompt, images, setting) for setting in settings], steps=2)
-    for setting, output in zip(settings, outputs, strict=True):
-        try:
-            check(reference(checkpoint.name), output, prompt, images, setting)
-        except AssertionError as error:
-            raise AssertionError(f"{setting}: {error}") from error
+    engine.check(reference, [(prompt, images, setting) for setting in settings], steps=2)
 
 
 def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """The images differ in size, so they have different tiles, windows and sequences."""
-    theirs = reference(checkpoint.name)
     cases = [(2, {}), (3, {"method": "seer", "keep": 0.3}), (3, {"keep": 0.6, "local": 1.0})]
-    requests = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), o) for n, o in cases]
-    outputs = engine.generate([engine.request(*request) for request in requests])
-    for (prompt, images, override), output in zip(requests, outputs, strict=True):
-        check(theirs, output, prompt, images, override)
+    engine.check(reference, checkpoint.cases(*cases))
 
 
 def test_a_video_beside_a_image(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.video is None:
         pytest.skip(f"{checkpoint.name} takes no video here")
-    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.images(1), [checkpoint.clip()]
-    overrides = [{}, {"method": "seer", "keep": 0.3}]
-    requests = [engine.request(prompt, images, override, videos) for override in overrides]
-    for override, output in zip(overrides, engine.generate(requests), strict=True):
-        check(reference(checkpoint.name), output, prompt, images, override, videos)
+    engine.check(reference, [checkpoint.video_case(override) for override in ({}, {"method": "seer", "keep": 0.3})])
 
 
-def test_units_merge_in_the_tower_as_in_transformers(
-    engine: Engine, reference: Any, checkpoint: Checkpoint, thresholds: Any
-) -> None:
-    """Images of several sizes in one call, frames of a video, and unpruned images in the same call."""
+def count_patches(config: Any, shapes: list[torch.Size]) -> int:
+    """Return the number of patches in inputs of a block, without the class tokens of tiles."""
+    class_tokens = get_tower(config).class_tokens
+    return sum(shape[:-1].numel() - class_tokens * shape[0] for shape in shapes)
+
+
+def test_units_merge_in_the_tower_as_in_transformers(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.name not in PACKED + TILES:
         pytest.skip("its tower has no units; for tiles that are cropped see test_tile_merging.py")
-    tome, dymu = {"method": "tome", "keep": 0.5}, DYMU | {"thresholds": str(thresholds(checkpoint.name))}
+    tome = {"method": "tome", "keep": 0.5}
     few = tome | {"keep": 20 if checkpoint.name in PACKED else 3}
-    cases = [(2, tome), (3, tome | {"keep": 0.7, "proportional": False}), (2, dymu), (1, few), (2, {"off": True})]
-    asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one, []) for n, one in cases]
+    cases = [(2, tome), (3, tome | {"keep": 0.7, "proportional": False}), (2, {"profile": "dymu"}), (1, few)]
+    asked = checkpoint.cases(*cases, (2, {"off": True}))
     if checkpoint.name in PACKED:
-        asked.append((checkpoint.prompt(1, video=True), checkpoint.images(1), tome, [checkpoint.clip()]))
-    requests = [engine.request(p, i, {"profile": "dymu"} if one is dymu else one, v) for p, i, one, v in asked]
+        asked.append(checkpoint.video_case(tome))
     engine.forget()
-    last: list[int] = []  # patches in the tower's last MLP
+    with mlp_inputs(find_tower_blocks(engine.model)[-1]) as (last,):
+        outputs = engine.check(reference, asked)
     config = engine.model.config
-    ahead = get_tower(config).class_tokens  # per tile
-
-    def count(module: Any, args: tuple, output: Tensor) -> None:
-        last.append(args[0][:, ahead:].shape[:-1].numel())
-
-    handle = find_tower_blocks(engine.model)[-1].mlp.register_forward_hook(count)
-    outputs = engine.generate(requests)
-    handle.remove()
-    for one, output in zip(asked, outputs, strict=True):
-        check(reference(checkpoint.name), output, *one)
     tokens = [token for output in outputs for token in output.prompt_token_ids]
     shown = [getattr(config, f"{kind}_token_id", None) for kind in MODALITIES]
     side = getattr(config.vision_config, "spatial_merge_size", get_family(config.model_type).get_unit_side(config))
-    assert sum(last) == side**2 * sum(map(tokens.count, shown))
+    assert count_patches(config, last) == side**2 * sum(map(tokens.count, shown))
     assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
 
 
 def test_saint_matches_transformers(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """Several images, cropped tiles, a video, and other settings in the same call."""
     drop = {"method": "saint", "keep": 0.6}
     cases = [(2, drop), (3, drop | {"layer": 1, "keep": 0.7}), (1, {"off": True})]
-    asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one, []) for n, one in cases]
+    asked = checkpoint.cases(*cases)
     if checkpoint.name in PACKED:
-        asked.append((checkpoint.prompt(1, video=True), checkpoint.images(1), drop, [checkpoint.clip()]))
+        asked.append(checkpoint.video_case(drop))
     engine.forget()
     if not SUPPORTED[checkpoint.name].merges:
         with pytest.raises(UnsupportedSetupError, match="merges inside the vision tower"):
             engine.generate([engine.request(*asked[0])])
         return
-    for one, output in zip(asked, engine.generate([engine.request(*one) for one in asked]), strict=True):
-        check(reference(checkpoint.name), output, *one)
+    engine.check(reference, asked)
     with pytest.raises(OptionError, match="With threshold, the content decides the count"):
         engine.generate([engine.request(*asked[0][:2], drop | {"threshold": 0.7})])
 
 
 def test_units_are_dropped_at_a_block_of_the_tower(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """Units are selected by a third party's score of hidden states, in images and a video, next to other settings."""
     if checkpoint.name not in PACKED:
         pytest.skip("its tower takes whole grids alone")
     two, first = ({"method": "loudest", "keep": 0.4, "at": at} for at in (2, 0))
     cases = [(2, two), (1, first), (3, two | {"keep": 5}), (2, {"off": True}), (1, {"method": "tome", "keep": 0.5})]
-    asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one, []) for n, one in cases]
-    asked.append((checkpoint.prompt(1, video=True), checkpoint.images(1), two, [checkpoint.clip()]))
     engine.forget()
-    rows: list[list[int]] = [[], []]  # patches in the MLPs of the first and the last block
-    handles = [
-        find_tower_blocks(engine.model)[at].mlp.register_forward_hook(
-            lambda m, args, out, at=at: rows[at].append(len(args[0]))
-        )
-        for at in (0, -1)
-    ]
-    outputs = engine.generate([engine.request(*one) for one in asked])
-    for handle in handles:
-        handle.remove()
-    for one, output in zip(asked, outputs, strict=True):
-        check(reference(checkpoint.name), output, *one)
-    assert sum(rows[1]) < sum(rows[0])
+    blocks = find_tower_blocks(engine.model)
+    with mlp_inputs(blocks[0], blocks[-1]) as (first_inputs, last_inputs):
+        engine.check(reference, [*checkpoint.cases(*cases), checkpoint.video_case(two)])
+    assert sum(shape[0] for shape in last_inputs) < sum(shape[0] for shape in first_inputs)
     with pytest.raises(OptionError, match=r"block 9 is out of range: the vision tower has \d+ blocks"):
         engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1), two | {"at": 9})])
 
 
 @pytest.mark.parametrize("score", ["diverse", "change", "norm", "detail", "random"])
 def test_towerdrop_matches_transformers(score: str, engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """At the first possible block and at a later block, for several images, a video, and next to other settings."""
     if checkpoint.name not in PACKED:
         pytest.skip("its tower takes whole grids alone")
     late = {"method": "towerdrop", "keep": 0.4, "score": score}
     cases = [(2, late), (3, late | {"layer": int(score == "change"), "keep": 5}), (1, {"off": True})]
-    asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one, []) for n, one in cases]
-    asked.append((checkpoint.prompt(1, video=True), checkpoint.images(1), late, [checkpoint.clip()]))
     engine.forget()
-    outputs = engine.generate([engine.request(*one) for one in asked])
-    for one, output in zip(asked, outputs, strict=True):
-        check(reference(checkpoint.name), output, *one)
+    engine.check(reference, [*checkpoint.cases(*cases), checkpoint.video_case(late)])
 
 
 @pytest.mark.parametrize("score", ["diverse", "change", "norm", "random"])
 def test_towerdrop_keeps_equal_numbers_per_tile(
     score: str, engine: Engine, reference: Any, checkpoint: Checkpoint
 ) -> None:
-    """Images with and without tiles, next to other settings."""
     if checkpoint.name not in ROWS:
         pytest.skip("its images are no rows of its tower with a budget each")
     drop = {"method": "towerdrop", "keep": 0.4, "score": score, "layer": 1}
     cases = [(2, drop), (3, drop | {"layer": int(score == "change"), "keep": 3}), (1, {"off": True})]
-    asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one) for n, one in cases]
+    asked, config = checkpoint.cases(*cases), engine.model.config
     engine.forget()
-    config, blocks = engine.model.config, find_tower_blocks(engine.model)
-    ahead, last = get_tower(config).class_tokens, list[int]()  # patches in the tower's last block
-    handle = blocks[-1].mlp.register_forward_hook(
-        lambda module, args, out: last.append(args[0][:, ahead:].shape[:-1].numel())
-    )
-    outputs = engine.generate([engine.request(*one) for one in asked])
-    handle.remove()
-    for one, output in zip(asked, outputs, strict=True):
-        check(reference(checkpoint.name), output, *one)
+    with mlp_inputs(find_tower_blocks(engine.model)[-1]) as (last,):
+        outputs = engine.check(reference, asked)
     tokens = [token for output in outputs for token in output.prompt_token_ids]
-    assert sum(last) == get_family(config.model_type).get_unit_side(config) ** 2 * tokens.count(config.image_token_id)
+    side = get_family(config.model_type).get_unit_side(config)
+    assert count_patches(config, last) == side**2 * tokens.count(config.image_token_id)
     prompt, images, read = *asked[-1][:2], find_last_read_block(config, towers.depth_of(config.vision_config)) + 1
     for more, says in (
         ({"layer": read}, f"block {read} is out of range: the vision tower has {read} blocks"),
@@ -406,7 +338,6 @@ def test_unsupported_unit_dropping_stops_the_server(folder: Any) -> None:
 
 
 def test_untraceable_items_raise(folder: Any) -> None:
-    """Videos of InternVL, which transformers also refuses, and inputs that were encoded elsewhere."""
     from vllm.multimodal.parse import ImageEmbeddingItems
 
     info = SimpleNamespace(get_hf_config=lambda: config(folder("internvl")).hf_config)

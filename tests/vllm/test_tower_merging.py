@@ -7,8 +7,7 @@ Towers of Qwen are in test_tower.py, which shares their engines. Tiles that are 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import pytest
 import torch
 
 from checkpoints import CHECKPOINTS, Checkpoint
-from conftest import Engine, same
-from test_plugin import config
+from conftest import Engine, mlp_inputs
+from front_end import config
 from tokenprune import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.settings import parse
 from tokenprune.integrations.vllm.settings.items import get_cache_key
@@ -48,42 +47,8 @@ def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 @pytest.fixture(scope="module", params=["llava", "llava_siglip"])
 def engine(request: pytest.FixtureRequest, start: Callable[..., Engine], thresholds: Any) -> Engine:
-    engine = start(
-        request.param, {"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(thresholds(request.param))}
-    )
-    engine.setting = engine.llm.model_config.multimodal_config.tokenprune
-    return engine
-
-
-@pytest.fixture
-def checkpoint(engine: Engine) -> Checkpoint:
-    return engine.checkpoint
-
-
-def in_force(engine: Engine, override: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the setting of an override, as `tokenprune.patch` takes it."""
-    if override.get("off"):
-        return None
-    return override if "method" in override else engine.setting | override
-
-
-@contextmanager
-def tokens_in_mlps(engine: Engine) -> Iterator[list[tuple[int, int]]]:
-    """Record (images, tokens of each) that each MLP of the tower gets, in order of the calls."""
-    seen: list[tuple[int, int]] = []
-    layers = engine.model.vision_tower.vision_model.encoder.layers
-    handles = [
-        one.mlp.register_forward_hook(lambda m, args, out: seen.append(tuple(args[0].shape[:2]))) for one in layers
-    ]
-    yield seen
-    for handle in handles:
-        handle.remove()
-
-
-def check(engine: Engine, reference: Any, output: Any, prompt: str, images: list, override: dict) -> None:
-    steps = len(output.outputs[0].token_ids)
-    tokens, logprobs = reference(engine.checkpoint.name).greedy(prompt, images, steps, in_force(engine, override))
-    same(output, tokens, logprobs)
+    setting = {"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(thresholds(request.param))}
+    return start(request.param, setting)
 
 
 OVERRIDES = [
@@ -102,43 +67,30 @@ OVERRIDES = [
 def test_single_requests_and_cache_hits(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     engine.forget()
     images, text = checkpoint.images(1), "what is it, and where, and why is it there at all? "
-    with tokens_in_mlps(engine) as seen:
+    with mlp_inputs(*engine.model.vision_tower.vision_model.encoder.layers) as inputs:
         for prompt in (checkpoint.prompt(1, text), checkpoint.prompt(1, text), checkpoint.prompt(1, "else? ")):
-            (output,) = engine.generate([engine.request(prompt, images)])
-            check(engine, reference, output, prompt, images, {})
-    patches = (CHECKPOINTS[checkpoint.name].config()["vision_config"]["image_size"] // 14) ** 2
-    assert len(seen) == len(engine.model.vision_tower.vision_model.encoder.layers)  # the tower ran once
-    assert seen[-1] == (
-        1,
-        round(0.4 * patches) + (checkpoint.name == "llava"),
-    )  # and its last MLP on the remaining tokens
+            engine.check(reference, [(prompt, images)])
+    patches = (checkpoint.config()["vision_config"]["image_size"] // 14) ** 2
+    assert [len(shapes) for shapes in inputs] == [1] * len(inputs)  # the tower ran once
+    remaining = round(0.4 * patches) + (checkpoint.name == "llava")
+    assert inputs[-1][0][:2] == (1, remaining)
 
 
 def test_mixed_settings(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     for overrides in (OVERRIDES[:4], OVERRIDES[3:7], OVERRIDES[5:]):
         engine.forget()
-        outputs = engine.generate([engine.request(prompt, images, override) for override in overrides])
-        for override, output in zip(overrides, outputs, strict=True):
-            check(engine, reference, output, prompt, images, override)
+        engine.check(reference, [(prompt, images, override) for override in overrides])
     attention = engine.model.vision_tower.vision_model.encoder.layers[0].self_attn.attn
     assert "forward" not in vars(attention), "the hooks are gone after each call"
 
 
 def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """One image has a single colour and merges earlier, so the rows of a call are padded."""
-    cases = [(2, {}), (3, TOME), (3, {"keep": 0.5}), (2, {"keep": 0.6, "proportional": False})]
-    requests = []
-    for n, override in cases:
-        images = checkpoint.images(n, seed=n)
+    asked = checkpoint.cases((2, {}), (3, TOME), (3, {"keep": 0.5}), (2, {"keep": 0.6, "proportional": False}))
+    for _, images, _ in asked:
         images[0] = images[0].resize((1, 1)).resize(images[0].size)
-        requests.append((checkpoint.prompt(n, f"case {n}? "), images, override))
     engine.forget()
-    outputs = engine.generate([engine.request(*request) for request in requests])
-    for (prompt, images, override), output in zip(requests, outputs, strict=True):
-        check(engine, reference, output, prompt, images, override)
-    lengths = [len(output.prompt_token_ids) for output in outputs]
-    assert len(set(lengths)) > 1
+    assert len({len(output.prompt_token_ids) for output in engine.check(reference, asked)}) > 1
 
 
 def test_invalid_requests_do_not_stop_the_server(engine: Engine, checkpoint: Checkpoint) -> None:

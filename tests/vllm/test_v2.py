@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from checkpoints import Checkpoint
-from conftest import DIVPRUNE, OPTIONS, Engine, same
+from conftest import DIVPRUNE, OPTIONS, Engine, check_recomputed
 from tokenprune.errors import UnsupportedSetupError
 
 pytestmark = pytest.mark.only_v2
@@ -29,17 +29,6 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engi
     return start(request.param, DIVPRUNE, max_num_batched_tokens=CHUNK, num_gpu_blocks_override=16, max_model_len=480)
 
 
-@pytest.fixture
-def checkpoint(engine: Engine) -> Checkpoint:
-    return engine.checkpoint
-
-
-def expected(override: dict[str, Any]) -> dict[str, Any] | None:
-    if override.get("off"):
-        return None
-    return override if "method" in override else DIVPRUNE | override
-
-
 def test_these_tests_run_through_it(engine: Engine) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -54,14 +43,11 @@ def test_mixed_requests_and_once_more_from_the_prefix_cache(
 ) -> None:
     engine.forget()
     prompt, images = checkpoint.prompt(2), checkpoint.images(2)
-    asked = [(prompt, images, override, []) for override in OVERRIDES[checkpoint.name]]
+    asked = [(prompt, images, override) for override in OVERRIDES[checkpoint.name]]
     if checkpoint.video is not None:
-        asked += [(checkpoint.prompt(1, video=True), images[:1], {"keep": 0.5}, [checkpoint.clip()])]
-    requests = [engine.request(*one) for one in asked]
-    for outputs in (engine.generate(requests), engine.generate(requests)):
-        for (prompt, images, override, videos), output in zip(asked, outputs, strict=True):
-            tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, 6, expected(override), videos)
-            same(output, tokens, logprobs)
+        asked.append(checkpoint.video_case({"keep": 0.5}))
+    for _ in range(2):
+        outputs = engine.check(reference, asked)
     assert all(output.num_cached_tokens >= BLOCK for output in outputs)
 
 
@@ -72,14 +58,7 @@ def test_requests_that_are_read_again(
     if not checkpoint.mrope:
         pytest.skip("positions of one axis are vLLM's own")
     engine.forget()
-    asked = [(checkpoint.prompt(2, f"case {n}? "), checkpoint.images(2, seed=n)) for n in range(4)]
-    outputs = engine.generate([engine.request(*one, {"keep": 0.9}) for one in asked], 55)
-    again = {name.partition("-")[0] for name in preempted}  # the engine's own names go on behind a hyphen
-    compared = [(*one, output) for one, output in zip(asked, outputs, strict=True) if output.request_id in again]
-    assert compared
-    for prompt, images, output in compared:
-        tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, 55, DIVPRUNE | {"keep": 0.9})
-        same(output, tokens, logprobs)
+    check_recomputed(engine, reference, preempted, {"keep": 0.9})
 
 
 def test_items_that_vllm_rebuilds(
@@ -93,9 +72,7 @@ def test_items_that_vllm_rebuilds(
 
     monkeypatch.setattr(EncoderCache, "add_request", add_request)
     engine.forget()
-    prompt, images = checkpoint.prompt(2), checkpoint.images(2)
-    (output,) = engine.generate([engine.request(prompt, images)])
-    same(output, *reference(checkpoint.name).greedy(prompt, images, 6, DIVPRUNE))
+    engine.check(reference, [(checkpoint.prompt(2), checkpoint.images(2))])
 
 
 def test_the_encoder_gets_what_its_memory_was_measured_for(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from checkpoints import Checkpoint
-from conftest import Engine, same
+from conftest import Engine
 from tokenprune import TokenPruneError
 from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.methods.registry import available_methods, build
@@ -33,11 +33,6 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engi
     return start(request.param, EVS, max_num_batched_tokens=64)
 
 
-@pytest.fixture
-def checkpoint(engine: Engine) -> Checkpoint:
-    return engine.checkpoint
-
-
 def clip(checkpoint: Checkpoint, frames: int = 6, seed: int = 0) -> Any:
     """A still ground before which something moves."""
     height, width = checkpoint.sizes[0]
@@ -51,20 +46,12 @@ def clip(checkpoint: Checkpoint, frames: int = 6, seed: int = 0) -> Any:
     return shown, told | {"video_backend": "opencv", "do_sample_frames": False}
 
 
-def check(reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, images: list, setting: Any, videos: Any):
-    tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, 6, setting, videos)
-    return same(output, tokens, logprobs)
-
-
 def test_a_batch_of_every_method_with_an_image_beside(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     """And once more from the prefix cache."""
     prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.images(1), [clip(checkpoint)]
     overrides = [{"off": True}, *({"method": name, "keep": 0.4} for name in METHODS), *FIRST_CUTS]
-    requests = [engine.request(prompt, images, override, videos) for override in overrides]
     for _ in range(2):
-        outputs = engine.generate(requests)
-        for override, output in zip(overrides, outputs, strict=True):
-            check(reference, checkpoint, output, prompt, images, None if "off" in override else override, videos)
+        outputs = engine.check(reference, [(prompt, images, override, videos) for override in overrides])
     assert all(output.num_cached_tokens >= BLOCK for output in outputs)
     # The image stays whole: only the video's tokens are fewer.
     only, whole = [len(output.prompt_token_ids) for output in outputs[1:]], len(outputs[0].prompt_token_ids)
@@ -74,9 +61,10 @@ def test_a_batch_of_every_method_with_an_image_beside(engine: Engine, reference:
 def test_videos_of_other_lengths_and_images_alone(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     cases = [([clip(checkpoint, frames, seed=frames)], []) for frames in (2, 4, 8)] + [([], checkpoint.images(2))]
     prompts = [checkpoint.prompt(len(images), f"case {i}? ", bool(v)) for i, (v, images) in enumerate(cases)]
-    requests = [engine.request(p, images, None, v) for p, (v, images) in zip(prompts, cases, strict=True)]
-    for prompt, output, (videos, images) in zip(prompts, engine.generate(requests), cases, strict=True):
-        check(reference, checkpoint, output, prompt, images, EVS if videos else None, videos)
+    asked = [(prompt, images, None, videos) for prompt, (videos, images) in zip(prompts, cases, strict=True)]
+    for one, output in zip(asked, engine.generate([engine.request(*one) for one in asked]), strict=True):
+        prompt, images, _, videos = one
+        engine.compare(reference, output, prompt, images, {} if videos else {"off": True}, videos)
 
 
 def test_what_cannot_be_served_is_said(engine: Engine, checkpoint: Checkpoint) -> None:

@@ -38,7 +38,7 @@ from vllm.v1.worker.gpu.model_states.mm_pruning import MultiModalPruner
 from checkpoints import CHECKPOINTS
 from engine_costs import CountedOperations, counted_calls
 from far_device import Far, counting
-from test_pixels import processor
+from front_end import processor
 from tokenprune.integrations.vllm.plugin import register
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.plan import Plan, field_name, find_runs

@@ -32,7 +32,7 @@ def build_parts(
     processor: Any,
     guard: Guard | None,
     feature_cache: int | None,
-    graphs: bool | Graphs | None,
+    graphs: bool | str | Graphs | None,
 ) -> list[Any]:
     """Return the parts to attach to `model`, in order. The last part holds the statistics."""
     from tokenprune.integrations.timm import build_timm_patch, is_timm

@@ -20,6 +20,8 @@ from tokenprune.kernels.picks import Picks
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tokenprune.kernels.host_loops import HostCoverage
+
 _MAX_ELEMENTS = 2**20  # entries of the table in memory at a time
 _NEGLIGIBLE = 2.0**-40  # share of its first gain below which a candidate's gain is rounding error
 
@@ -86,10 +88,12 @@ class Coverage:
 
     Attributes:
         cover: Current coverage of the rows of each part, float32 `[S, R]`.
+        on_host: The same coverage as arrays, on the CPU.
     """
 
     def __init__(self, parts: Sequence[Relation], start: float = 0.0) -> None:
         self._parts, (segments, _, count), device = parts, parts[0].shape, parts[0].device
+        self.on_host: HostCoverage | None = None
         for part in parts:
             if part.fits_in_memory:
                 part.table  # noqa: B018 (builds the table, which later reads use)
@@ -108,6 +112,10 @@ class Coverage:
                     best = torch.maximum(part.rows(segment, index), before.unsqueeze(1))
                     self._gain[segment] += best.sum(0, dtype=torch.float64) - before.sum(dtype=torch.float64)
         self._least = self._gain * _NEGLIGIBLE
+        if device.type == "cpu":
+            from tokenprune.kernels.host_loops import HostCoverage
+
+            self.on_host = HostCoverage(parts, self.cover, self._gain, self._least, _MAX_ELEMENTS)
 
     @property
     def gain(self) -> Tensor:
@@ -124,6 +132,9 @@ class Coverage:
             both = zip(self._parts, self.cover, strict=True)
             self.cover = [torch.maximum(cover, part.table[rows, :, pick]) for part, cover in both]
             self._sum_up()
+            return
+        if self.on_host is not None:
+            self.on_host.take(pick.tolist())
             return
         for segment, candidate in enumerate(pick.tolist()):
             for part, cover in zip(self._parts, self.cover, strict=True):
@@ -189,6 +200,10 @@ def greedy_cover(
 
 def _greedy(parts: Sequence[Relation], mask: Tensor, count: Tensor, max_count: int, factor: Tensor | None) -> Tensor:
     coverage, picks = Coverage(parts), Picks(mask)
+    if coverage.on_host is not None:
+        from tokenprune.kernels.host_loops import pick_covering
+
+        return picks.first_picks(count, pick_covering(coverage.on_host, picks.bar, factor, max_count))
     for step in range(max_count):
         gain = coverage.gain if factor is None else coverage.gain * factor
         pick = picks.take_best(picks.mask_taken(gain))

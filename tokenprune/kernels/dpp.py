@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.dispatch import operation
-from tokenprune.kernels.pairs import PickedRows, Products
+from tokenprune.kernels.pairs import Products
 from tokenprune.kernels.picks import Picks
 
 if TYPE_CHECKING:
@@ -67,22 +67,23 @@ def greedy_dpp(
         [[True, False, True]]
     """
     products = Products(a, b)
-    row_of, picks = PickedRows(products), Picks(mask)
     diagonal = (products.diagonal() if diagonal is None else diagonal).clamp(min=0)
-    last, least = rank_dependent(diagonal), DEPENDENT * diagonal
+    picks, last, least = Picks(mask), rank_dependent(diagonal), DEPENDENT * diagonal
+    if diagonal.device.type == "cpu":
+        from tokenprune.kernels.host_loops import pick_independent
+
+        taken = pick_independent(products, picks.bar, diagonal, least, last, ridge, max_count)
+        return picks.first_picks(count, taken)
     # Conditional variance without the ridge: adding the ridge first would lose small values to rounding.
     left, rows = diagonal.clone(), torch.arange(len(diagonal), device=diagonal.device)
     factor = diagonal.new_zeros(len(diagonal), max_count, diagonal.shape[1])
     for step in range(max_count):
         new = left > least
-        score = picks.mask_taken(torch.where(new, left, last))
-        pick = picks.take_best(score)
-        if diagonal.device.type == "cpu" and not new.gather(1, pick.unsqueeze(1)).any():
-            continue  # rows of dependent tokens are 0
+        pick = picks.take_best(picks.mask_taken(torch.where(new, left, last)))
         pick_column = pick.unsqueeze(1)
         explained = torch.bmm(factor[rows, :step, pick].unsqueeze(1), factor[:, :step]).squeeze(1)
         length = (left.gather(1, pick_column) + ridge).clamp_(min=torch.finfo(diagonal.dtype).tiny).sqrt_()
-        row = torch.where(new.gather(1, pick_column), (row_of(pick, score) - explained) / length, 0)
+        row = torch.where(new.gather(1, pick_column), (products.segment_rows(pick) - explained) / length, 0)
         factor[:, step] = row
         left = (left - row.square()).clamp_(min=0)
     return picks.first_picks(count)

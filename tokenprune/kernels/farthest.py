@@ -34,19 +34,6 @@ def _similarity_table(unit: Tensor) -> Tensor:
     return table
 
 
-def _select_from_table(unit: Tensor, num_picks: int) -> Tensor:
-    """Select tokens of one segment from finite unit vectors, float32 `[1, N, D]`. Synchronizes for each pick."""
-    table = _similarity_table(unit)[0].fill_diagonal_(-torch.inf)
-    distance, picks = 1 - table.amax(dim=1), []
-    for step in range(num_picks):
-        pick = int(distance.argmax())
-        picks.append(pick)
-        distance = 1 - table[pick] if step == 0 else torch.minimum(distance, 1 - table[pick], out=distance)
-        distance[pick] = -torch.inf
-    index = torch.tensor(picks, dtype=torch.long, device=distance.device)
-    return torch.zeros_like(distance, dtype=torch.bool).index_fill_(0, index, True)
-
-
 def distance_to_nearest(
     features: Tensor, mask: Tensor, match: Callable[..., tuple[Tensor, Tensor]] = best_match
 ) -> Tensor:
@@ -96,9 +83,10 @@ def farthest(features: Tensor, mask: Tensor, budget: Tensor, max_budget: int) ->
             taken[row, valid] = select_farthest_blocked(unit[row, valid], num_picks)
         return taken
     if len(unit) == 1 and unit.device.type == "cpu" and unit[mask].isfinite().all():
-        taken = torch.zeros_like(mask)
-        taken[mask] = _select_from_table(unit[:, mask[0]], int(budget))
-        return taken
+        from tokenprune.kernels.host_loops import pick_farthest
+
+        table = _similarity_table(unit[:, mask[0]])[0].fill_diagonal_(-torch.inf)
+        return torch.zeros_like(mask).masked_scatter_(mask, pick_farthest(table, int(budget)))
     rows = torch.arange(len(unit), device=unit.device)
     table = _similarity_table(unit)
     table.diagonal(dim1=1, dim2=2).fill_(-torch.inf)

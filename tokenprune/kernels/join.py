@@ -41,11 +41,17 @@ def join(x: Tensor, keep: Tensor | None, own_weight: Tensor, source: Tensor, tar
     keep = torch.arange(count, device=x.device) if keep is None else keep
     # The extra last row receives dropped sources. Boolean indexing would synchronize with the device.
     out = x.index_select(0, torch.cat([keep, keep.new_zeros(1)]))
-    order = target.argsort(stable=True)
-    source, target, weight = source[order], target[order], weight[order].to(wide)
     # Only rows with sources are computed: `slot` numbers these rows, and `row` is their output index.
-    slot = torch.cat([target.new_zeros(1), target.diff().ne(0).cumsum(0)])[: len(target)]
-    row = torch.full_like(target, count).scatter(0, slot, target)
+    if x.device.type == "cpu":
+        from tokenprune.kernels import host_loops
+
+        order, source, slot, row = host_loops.order_sources(source, target, count)
+    else:
+        order = target.argsort(stable=True)
+        source, target = source[order], target[order]
+        slot = torch.cat([target.new_zeros(1), target.diff().ne(0).cumsum(0)])[: len(target)]
+        row = torch.full_like(target, count).scatter(0, slot, target)
+    weight = weight[order].to(wide)
     start = torch.cat([own_weight.to(wide), own_weight.new_zeros(1, dtype=wide)])[row]
     total = start.index_add(0, slot, weight)
     mass = (out[row] * start[:, None]).index_add(0, slot, x.index_select(0, source) * weight[:, None])
@@ -71,6 +77,10 @@ def destinations(
         Weights of kept tokens, float32 `[num_outputs]`, 0 elsewhere; output index of each absorbed token, long `[S *
         N]`, `num_outputs` for others; weights of all tokens, float32 `[S * N]`. The kernel returns equal values.
     """
+    if assign.device.type == "cpu" and (weight is None or not weight.requires_grad):
+        from tokenprune.kernels import host_loops
+
+        return host_loops.find_destinations(assign, mask, output_index, weight, num_outputs)
     weight = torch.ones_like(output_index, dtype=torch.float32) if weight is None else weight.float()
     absorbed = mask & (assign >= 0)
     itself = absorbed & (assign == torch.arange(output_index.shape[1], device=output_index.device))

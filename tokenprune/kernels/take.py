@@ -28,8 +28,13 @@ def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, max_count: int) -> 
     Returns:
         Selected tokens, bool `[S, N]`.
     """
+    score = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
+    if score.device.type == "cpu":
+        from tokenprune.kernels import host_loops
+
+        return host_loops.take_in_turn(score.detach(), mask, count)
     # Sort negated scores: unavailable tokens are NaN, which sorts last, so that -inf is a valid score.
-    least = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf).neg()
+    least = score.neg()
     rank, left = torch.arange(score.shape[2], device=score.device), mask
     for turn in range(score.shape[1]):
         order = least[:, turn].masked_fill(~left, torch.nan).argsort(dim=1, stable=True)
@@ -100,6 +105,10 @@ def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
         >>> rank_in_group(torch.tensor([[0, 0, 1]]), torch.tensor([[0.1, 0.2, 0.3]])).tolist()
         [[1, 0, 0]]
     """
+    if group.device.type == "cpu":
+        from tokenprune.kernels import host_loops
+
+        return host_loops.rank_in_group(group, *keys)
     order = torch.arange(group.shape[1], device=group.device).expand_as(group)
     for key in reversed(keys):
         order = order.gather(1, key.gather(1, order).argsort(dim=1, descending=True, stable=True))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaVA-NeXT-7B's decoder, 2880 visual tokens to 640, 320 and 160: prefill, choosing, oracle, memory; batch 8 and 1.
+"""Measure prefills of LLaVA-NeXT-7B's decoder, 2880 visual tokens to 640, 320 and 160, with batch 8 and 1.
 
-Oracle: the unpatched decoder on prompts as long as its layers see with the method. "as a graph": a replay of the same
-run; a method whose prefill makes the host wait cannot be captured, and the file says where it waits.
+The oracle is the unpatched decoder on prompts of the lengths that its layers see with the method. "as a graph" is a
+CUDA graph replay of the same run. A prefill in which the host waits for the GPU cannot be captured; the raw file has
+the code line of the wait.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from prefills import COLUMNS, Prefills, model_of
 METHODS = ("random", "divprune", "dart", "fastv", "visionzip", "cdpruner", "scope", "pyramiddrop", "sparsevlm")
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     sheet = Sheet(
-        "b_llava_next", "Prefill of 2880 visual tokens", "LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, given
+        "b_llava_next", "Prefill of 2880 visual tokens", "LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, argv
     )  # fmt: skip
     model, clocks = model_of(sheet), Clocks(sheet.device, sheet.tiny)
     visual, keeps, batches = (576, (64,), (2, 1)) if sheet.tiny else (2880, (320, 640, 160), (8, 1))
-    for batch in batches:  # eight rows first: there a saving shows
+    for batch in batches:  # eight rows first, where savings are largest
         Prefills(sheet, clocks, model, visual, batch, rounds=5 if batch == 1 else 3).take(METHODS, keeps)
     return sheet.end()
 

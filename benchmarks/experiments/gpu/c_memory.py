@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of a prefill with methods that score by attention, beside attention weights as their authors take them.
+"""Measure peak memory of a prefill with attention-based methods, and with attention weights as in the authors' code.
 
-A 7 B decoder, 2880 and 16128 visual tokens, of which a ninth stays. "eager, one layer": the unpatched model whose third
-layer computes its attention weights, with a mask of all pairs, as FastV's authors do; the other layers stay as they
-are. Above "none": what the weights cost. VidCom2 (Table 4) saw the peak rise by 38 to 53 % with such methods.
+The model is a 7 B decoder with 2880 and 16128 visual tokens, of which a ninth is kept. "eager, one layer" is the
+unpatched model whose third layer computes attention weights with a mask of all pairs, as FastV's authors do. "above
+none" is the cost of the weights. VidCom2 (Table 4) reports a rise of the peak by 38 to 53 % with such methods.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLUMNS = {
 
 @contextmanager
 def attention_weights(model: Any) -> Iterator[None]:
-    """Have one layer compute its attention weights, and hold them while it runs."""
+    """Let one layer compute its attention weights with eager attention."""
     attention = model.model.language_model.layers[LAYER].self_attn
     before, attention.config = attention.config, copy.copy(attention.config)
     attention.config._attn_implementation = "eager"
@@ -69,19 +69,17 @@ def measure(sheet: Sheet, clocks: Clocks, model: Any, visual: int, name: str) ->
             run()
         kv, case.cache = held(case.cache), None
         row = clocks.timed(run, rounds=3)
-    whole, length = sheet.rows.known((NONE, visual)), case.ids.shape[1]
+    base, length = next(iter(sheet.rows.known((NONE, visual))), {}), case.ids.shape[1]
     return {
         "method": name, "visual": visual, "keep": visual if name in (NONE, EAGER) else case.keep,
         "peak_bytes": peak.bytes, "kv_bytes": kv, **row,
-        "rise_share": peak.bytes / whole[0]["peak_bytes"] - 1 if whole and "peak_bytes" in whole[0] else None,
+        "rise_share": peak.bytes / base["peak_bytes"] - 1 if "peak_bytes" in base else None,
         "weights_bytes": model.config.text_config.num_attention_heads * length**2 * model.dtype.itemsize,
     }  # fmt: skip
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    sheet = Sheet(
-        "c_memory", "Peak memory beside attention weights", "LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, given
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    sheet = Sheet("c_memory", "Peak memory beside attention weights", "LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, argv)
     model, clocks = model_of(sheet), Clocks(sheet.device, sheet.tiny)
     for visual in (576,) if sheet.tiny else (2880, 28 * 576):
         for name in (NONE, EAGER, *METHODS):

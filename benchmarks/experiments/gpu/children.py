@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that another process measures: an engine of vLLM has one to itself."""
+"""Run a measurement in a child process and read its rows: an engine of vLLM needs a separate process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from typing import Any
 from kit import ROOT
 
 FOLDER = Path(__file__).parent / "vllm_kit"
-MARK = "@@ "  # before a row, as vllm_kit/engine.py writes it
+MARK = "@@ "  # prefix of a row, as in vllm_kit/engine.py
 
 
 def rows_of(script: str, name: str, tiny: bool) -> list[dict[str, Any]]:
-    """Return the rows that `vllm_kit/<script>.py <name>` says. Whatever ends this ends the process, and those that it
-    began. Raises RuntimeError with its last words where it fails."""
+    """Return the rows that `vllm_kit/SCRIPT.py NAME` prints.
+
+    Any exception here also kills the child process group. Raises RuntimeError with the last line of output on failure.
+    """
     command = [sys.executable, str(FOLDER / f"{script}.py"), name, *(["--tiny"] if tiny else [])]
-    found = []
+    rows = []
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
@@ -31,15 +33,15 @@ def rows_of(script: str, name: str, tiny: bool) -> list[dict[str, Any]]:
             assert child.stdout is not None
             for line in child.stdout:
                 if line.startswith(MARK):
-                    found.append(json.loads(line.removeprefix(MARK)))
+                    rows.append(json.loads(line.removeprefix(MARK)))
             code = child.wait()
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        if code or not found:
+        if code or not rows:
             log.seek(0)
             text = log.read().strip()
             print(text[-4000:])
-            raise RuntimeError(f"{name} ended with {code}: {text.splitlines()[-1] if text else 'it said nothing'}")
-    return found
+            raise RuntimeError(f"{name} ended with {code}: {text.splitlines()[-1] if text else 'no output'}")
+    return rows

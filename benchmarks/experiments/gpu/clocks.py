@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of a computation on a GPU, and what bounds them.
+"""Measure times of a computation on a GPU, and determine its bound.
 
-**Bound.** The rule, for every row: `ms` is the time of a run as PyTorch launches it; `device_ms` what the GPU is busy
-for: a replay of the same run as a CUDA graph, or, where it cannot be captured (the host waits for a value in it), the
-sum of its kernels by PyTorch's profiler. Where ms is above 1.1 times device_ms, **launches** bound the row: the GPU
-waits for the host. Else the larger of two floors does: **arithmetic**, FLOPs over what a large product of matrices
-reaches here, or **memory**, bytes over what a large copy reaches. On a CPU there are no launches: the sum of its
-operations stands in, which proves the code.
+**Bound.** `ms` is the time of a run with PyTorch's launches. `device_ms` is the GPU's busy time: a replay of the run as
+a CUDA graph or, if it cannot be captured (the host waits for a value), the sum of its kernels in PyTorch's profiler. If
+ms is above 1.1 times device_ms, **launches** bound the row: the GPU waits for the host. Otherwise the larger of two
+floors decides: **arithmetic** (FLOPs / FLOP rate of a large matrix product) or **memory** (bytes / bandwidth of a large
+copy). A CPU has no launches; there, device_ms is the sum of all operations, which only checks the code.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import tokenprune.integrations.hf.engine.engine as engine
 
-IDLE = 1.1  # of the time that the GPU is busy: above it, it waits for the host
+IDLE = 1.1  # if a run takes longer than this times the busy time, the GPU waits for the host
 Run = Callable[[], Any]
 
 
 def bound(ms: float, device_ms: float | None, arithmetic_ms: float = 0.0, memory_ms: float = 0.0) -> str:
-    """Return what bounds a row, by the rule above; without a busy time nothing is said."""
+    """Return the bound of a row by the rule above, or "unknown" without a busy time."""
     if device_ms is None:
         return "unknown"
     if ms > IDLE * device_ms:
@@ -38,7 +37,7 @@ def bound(ms: float, device_ms: float | None, arithmetic_ms: float = 0.0, memory
 
 
 class Marks:
-    """Points in the stream of a device, to be read when it is done."""
+    """Time stamps in the stream of a device, read after its work is done."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -58,32 +57,38 @@ class Marks:
 
 
 class Clocks:
-    """All clocks of a device. tiny: take the fewest runs."""
+    """All clocks of a device. With `tiny`, each run is timed once."""
 
     def __init__(self, device: torch.device, tiny: bool) -> None:
         self.device, self.tiny, self.clock = device, tiny, Clock(device)
         self.cuda, self.marks = device.type == "cuda", Marks(device)
-        self._captures = self.cuda  # until one fails: what a failed capture leaves behind is nobody's to rely on
+        self._captures = self.cuda  # False after a failed capture, which leaves an undefined state
 
     def timed(
         self, run: Run, flops: float = 0.0, moved: float = 0.0, rounds: int = 5, graph: bool = True
     ) -> dict[str, Any]:
-        """Return what a row says of a run: ms, graph_ms or why there is none, device_ms, and the bound.
+        """Return the times of a run for a row: ms, graph_ms or the reason against a graph, device_ms, and the bound.
 
-        flops, moved: operations, and bytes of memory, that the run cannot do without. graph: whether to capture it.
+        Args:
+            run: The run.
+            flops: Minimum number of operations.
+            moved: Minimum number of bytes to move.
+            rounds: Number of timed runs.
+            graph: Whether to try a CUDA graph.
         """
         run()
-        taken = [1000 * self.clock(run)[0] for _ in range(1 if self.tiny else rounds)]
+        milliseconds = [1000 * self.clock(run)[0] for _ in range(1 if self.tiny else rounds)]
         graph_ms, reason = self.graph_ms(run, rounds) if graph else (None, "")
         device_ms = graph_ms if graph_ms is not None else self.busy_ms(run)
         floors = 1e3 * flops / self.flops, 1e3 * moved / self.bandwidth
         return {
-            "ms": ladder(taken), "graph_ms": graph_ms, "no_graph": reason, "device_ms": device_ms,
-            "arithmetic_ms": floors[0], "memory_ms": floors[1], "bound": bound(median(taken), device_ms, *floors),
+            "ms": ladder(milliseconds), "graph_ms": graph_ms, "no_graph": reason, "device_ms": device_ms,
+            "arithmetic_ms": floors[0], "memory_ms": floors[1],
+            "bound": bound(median(milliseconds), device_ms, *floors),
         }  # fmt: skip
 
     def graph_ms(self, run: Run, rounds: int = 5) -> tuple[float | None, str]:
-        """Return the median milliseconds of a replay of the run as a CUDA graph, or None and the reason."""
+        """Return the median milliseconds of a CUDA graph replay, or None and the reason."""
         if not self._captures:
             return None, "no GPU" if not self.cuda else "a capture failed before"
         if reason := self.wait_in(run):
@@ -99,16 +104,16 @@ class Clocks:
                 run()
         except RuntimeError as error:
             self._captures = False
-            torch.cuda.set_stream(before)  # a capture that fails does not leave its stream
+            torch.cuda.set_stream(before)  # a failed capture does not restore the stream
             return None, f"the capture failed: {str(error).splitlines()[0][:200]}"
         graph.replay()
-        taken = [1000 * self.clock(graph.replay)[0] for _ in range(rounds)]
+        milliseconds = [1000 * self.clock(graph.replay)[0] for _ in range(rounds)]
         graph.reset()
-        torch.cuda.empty_cache()  # its pool
-        return median(taken), ""
+        torch.cuda.empty_cache()  # frees the graph's memory pool
+        return median(milliseconds), ""
 
     def wait_in(self, run: Run) -> str:
-        """Return the place in the code at which the host first waits for the GPU within a run; "" if it never does."""
+        """Return the code line where the host first waits for the GPU in a run, or "" without a wait."""
         if not self.cuda:
             return ""
         torch.cuda.synchronize()
@@ -125,30 +130,29 @@ class Clocks:
         return ""
 
     def busy_ms(self, run: Run) -> float | None:
-        """Return the milliseconds of all kernels of a run by the profiler (on a CPU, of all operations), or None where
-        it sees none."""
+        """Return the kernel milliseconds of a run in the profiler (on a CPU: of operations), or None without events."""
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
-        with profile(activities=kinds, acc_events=True) as seen:
+        with profile(activities=kinds, acc_events=True) as profiler:
             run()
             self.clock.wait()
-        events = seen.key_averages()
+        events = profiler.key_averages()
         if self.cuda:
-            own = torch.autograd.DeviceType.CUDA
-            total = sum(one.self_device_time_total for one in events if one.device_type == own)
+            cuda_type = torch.autograd.DeviceType.CUDA
+            total = sum(event.self_device_time_total for event in events if event.device_type == cuda_type)
         else:
-            total = sum(one.self_cpu_time_total for one in events)
+            total = sum(event.self_cpu_time_total for event in events)
         return total / 1e3 or None
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes a second of a large copy, read and written."""
+        """Bytes per second of a large copy, counting reads and writes."""
         words = 2**14 if self.tiny else 2**28
         source, target = (torch.ones(words, device=self.device) for _ in range(2))
         return 2 * source.nbytes / self._best(lambda: target.copy_(source))
 
     @cached_property
     def flops(self) -> float:
-        """FLOPs a second of a large product of matrices, in the dtype of the models."""
+        """FLOPs per second of a large matrix product, in the models' dtype."""
         size = 64 if self.tiny else 8192
         dtype = torch.bfloat16 if self.cuda else torch.float32
         a, b = (torch.randn(size, size, device=self.device, dtype=dtype) for _ in range(2))
@@ -160,7 +164,7 @@ class Clocks:
 
 
 class Choosing:
-    """Milliseconds between the begin and the end of each cut inside a `with` block: choosing, and taking out."""
+    """Measure the milliseconds of all cuts inside a `with` block: selection and removal of tokens."""
 
     def __init__(self, device: torch.device) -> None:
         self.marks, self._spans = Marks(device), []
@@ -176,9 +180,9 @@ class Choosing:
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             begin = self.marks.now()
-            made = original(*args, **kwargs)
+            result = original(*args, **kwargs)
             self._spans.append((begin, self.marks.now()))
-            return made
+            return result
 
         return run
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2.5-VL-7B's shape, 16384 visual tokens of a video, from pixels to the first token: tower, choosing, prefill.
+"""Measure a video of 16384 visual tokens in the shape of Qwen2.5-VL-7B, from pixels to the first token.
 
-64 frames of 256 tokens, random weights, a quarter of the tokens stays (pevlm removes none, and reads the video in
-blocks; pixelprune drops what repeats). "tower": the vision tower; "prefill": the decoder, with choosing in it; "first
-token": from the call to the choice of a word.
+The video has 64 frames of 256 tokens, the weights are random, and a quarter of the tokens is kept. (pevlm removes no
+tokens and uses block attention; pixelprune drops repetitions.) "tower" is the vision tower, "prefill" is the decoder
+including token selection, and "first token" is the time from the call to the argmax.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ COLUMNS = {
 
 
 def build(sheet: Sheet) -> Any:
-    """Return the model, with the published tower."""
+    """Build the model with the published tower."""
     if sheet.tiny:
         return qwen("tiny", sheet.device, sheet.dtype)
-    tower = next(one for one in SHAPES if one.label.startswith("Qwen2.5-VL-7B")).config["vision_config"]
+    tower = next(shape for shape in SHAPES if shape.label.startswith("Qwen2.5-VL-7B")).config["vision_config"]
     return qwen("qwen2.5-7b", sheet.device, sheet.dtype, tower)
 
 
 class Stages:
-    """Times of the tower and of the decoder in a forward."""
+    """Measure the times of tower and decoder in a forward."""
 
     def __init__(self, model: Any, clocks: Clocks) -> None:
         self.marks, self.spans, self._stack = clocks.marks, {}, ExitStack()
         for name, module in (("tower_ms", model.model.visual), ("prefill_ms", model.model.language_model)):
-            # First in, last out: what a patch does at the module's entry is in its time.
+            # Registered first, so that a stage includes the work of a patch at the module's entry and exit.
             enter = module.register_forward_pre_hook(partial(self._begin, name), prepend=True)
             leave = module.register_forward_hook(partial(self._end, name))
             self._stack.callback(enter.remove)
@@ -67,25 +67,25 @@ class Stages:
         self._stack.close()
 
 
-def measure(sheet: Sheet, clocks: Clocks, model: Any, given: dict[str, Any], name: str) -> dict[str, Any]:
+def measure(sheet: Sheet, clocks: Clocks, model: Any, inputs: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the row of a method."""
     cache: list[Any] = []
 
     def run() -> None:
         cache.clear()
-        out = model(**given, use_cache=True, logits_to_keep=1)
+        out = model(**inputs, use_cache=True, logits_to_keep=1)
         out.logits[:, -1:].argmax(-1)
         cache.append(out.past_key_values)
 
     keep = {} if name == "pevlm" else {"keep": KEEP}
     with nullcontext() if name == NONE else tokenprune.patched(model, name, guard="off", **keep):
         run()
-        tokens = int((given["mm_token_type_ids"] > 0).sum())
+        tokens = int((inputs["mm_token_type_ids"] > 0).sum())
         kept = tokens if name == NONE else tokenprune.stats(model).visual_tokens_out
-        stages, taken, parts, choosing = Stages(model, clocks), [], [], []
+        stages, milliseconds, parts, choosing = Stages(model, clocks), [], [], []
         for _ in range(1 if sheet.tiny else 3):
             with Choosing(sheet.device) as cut:
-                taken.append(1000 * clocks.clock(run)[0])
+                milliseconds.append(1000 * clocks.clock(run)[0])
             parts.append(stages.read())
             choosing.append(cut.ms)
         stages.close()
@@ -95,18 +95,18 @@ def measure(sheet: Sheet, clocks: Clocks, model: Any, given: dict[str, Any], nam
             run()
         busy = clocks.busy_ms(run)
     cache.clear()
-    whole = sheet.rows.known((NONE,))
+    unpatched = sheet.rows.known((NONE,))
     return {
-        "method": name, "kept": kept, "ms": ladder(taken), "device_ms": busy, "choosing_ms": median(choosing),
-        **{part: median(one[part] for one in parts) for part in parts[0]},
-        "speedup": whole[0]["ms"]["p50"] / median(taken) if whole and "ms" in whole[0] else None,
-        "peak_bytes": peak.bytes, "kv_bytes": kv, "bound": bound(median(taken), busy),
+        "method": name, "kept": kept, "ms": ladder(milliseconds), "device_ms": busy, "choosing_ms": median(choosing),
+        **{part: median(part_times[part] for part_times in parts) for part in parts[0]},
+        "speedup": unpatched[0]["ms"]["p50"] / median(milliseconds) if unpatched and "ms" in unpatched[0] else None,
+        "peak_bytes": peak.bytes, "kv_bytes": kv, "bound": bound(median(milliseconds), busy),
     }  # fmt: skip
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     title, shape = "A video of 16384 visual tokens, from pixels to the first token", "Qwen2.5-VL-7B's shape"
-    sheet = Sheet("d_video", title, shape, COLUMNS, __doc__, given)
+    sheet = Sheet("d_video", title, shape, COLUMNS, __doc__, argv)
     model, clocks = build(sheet), Clocks(sheet.device, sheet.tiny)
     torch.manual_seed(0)
     prompt = videos.inputs(model, TINY_GRID if sheet.tiny else GRID, sheet.device)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each kernel beside its reference, the compiled reference, FlashAttention at the same shape, and what the GPU allows.
+"""Measure each kernel against its reference, the compiled reference, FlashAttention, and the GPU's limits.
 
-"floor": the bytes that must be moved, or the FLOPs, at the speeds of a large copy and a large product here, whichever
-takes longer. "of the floor": floor / kernel, 1 is perfect. "flash": PyTorch's FlashAttention on queries and keys of the
-same shape, with keys for values, which does more. A buffer larger than the cache is written between two runs, so that
-inputs come from memory. difference, other_choices (raw data): between kernel and reference, the largest of numbers, and
-the share of chosen tokens. Compiled references come last: compiling takes long. Without a GPU, kernels run in Triton's
-interpreter: such times mean nothing.
+"floor" is the minimum time of the bytes to move (at the bandwidth of a large copy) or of the FLOPs (at the rate of a
+large matrix product), whichever is longer. "of the floor" is floor / kernel time; 1 is optimal. "flash" is PyTorch's
+FlashAttention on queries and keys of the same shape with keys as values, which computes more. A buffer larger than the
+cache is written between runs, so that inputs come from memory. The raw file also has `difference` (maximum difference
+of numbers between kernel and reference) and `other_choices` (share of different choices). Compiled references come
+last, because compilation takes long. Without a GPU, kernels run in Triton's interpreter, whose times are meaningless.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tokenprune.kernels.dispatch import Operation, has_triton, list_operations
 from tokenprune_bench.profiling.timing import compute_quantiles
 
-COMPILING = 20.0  # seconds that a case may take for it
-SECONDS = 0.2  # for each thing that is timed
+COMPILING = 20.0  # maximum seconds to compile and time a case
+SECONDS = 0.2  # duration of each timing
 COLUMNS = {
     "operation": "operation", "case": "case", "floor_ms": "floor ms", "triton_ms": "kernel ms",
     "floor_share": "of the floor", "reference_ms": "reference ms", "compiled_ms": "compiled ms",
@@ -36,26 +36,28 @@ COLUMNS = {
 
 
 class Meter:
-    """Times calls of operations, each with its inputs in memory."""
+    """Time calls of operations, with inputs that are not in the cache."""
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks, self.marks, self.seconds = clocks, clocks.marks, 0.0 if clocks.tiny else SECONDS
         self.flush = torch.empty(2**28 if clocks.cuda else 1, dtype=torch.uint8, device=clocks.device)
 
     def time(self, run: Callable[[], Any]) -> dict[str, float]:
-        """Return quantiles in milliseconds, after one run that does not count."""
+        """Return quantiles in milliseconds after a warm-up run."""
         run()
-        taken: list[float] = []
+        milliseconds: list[float] = []
         end = time.perf_counter() + self.seconds
-        while len(taken) < (1 if self.clocks.tiny else 3) or (time.perf_counter() < end and len(taken) < 200):
+        while len(milliseconds) < (1 if self.clocks.tiny else 3) or (
+            time.perf_counter() < end and len(milliseconds) < 200
+        ):
             self.flush.zero_()
             begin = self.marks.now()
             run()
-            taken.append(self.marks.ms(begin, self.marks.now()))
-        return compute_quantiles(taken)
+            milliseconds.append(self.marks.ms(begin, self.marks.now()))
+        return compute_quantiles(milliseconds)
 
     def memory(self, run: Callable[[], Any]) -> int | None:
-        """Return the peak bytes that a run takes on a GPU beside its input."""
+        """Return the peak bytes that a run allocates on a GPU."""
         if not self.clocks.cuda:
             return None
         torch.cuda.synchronize()
@@ -67,7 +69,7 @@ class Meter:
 
 
 def measure(meter: Meter, operation: Operation, case: Case) -> dict[str, Any]:
-    """Return the row of one case."""
+    """Return the row of a case."""
 
     def call(function: Callable) -> Callable[[], Any]:
         return lambda: function(*case.args, **case.kwargs)
@@ -78,12 +80,12 @@ def measure(meter: Meter, operation: Operation, case: Case) -> dict[str, Any]:
         "operation": operation.name, "case": case.name, "dtype": str(case.dtype).removeprefix("torch."),
         "bytes": case.bytes, "flops": case.flops, "floor_ms": round(max(floors), 6),
     }  # fmt: skip
-    want = call(operation.reference)()
+    expected = call(operation.reference)()
     if (reason := _obstacle(operation, case)) is not None:
         row["bound"] = f"no kernel: {reason}"
     else:
         kernel = call(operation.triton)
-        row["difference"], row["other_choices"] = compare(kernel(), want, case.atol)
+        row["difference"], row["other_choices"] = compare(kernel(), expected, case.atol)
         row["triton_ms"], row["triton_bytes"] = meter.time(kernel), meter.memory(kernel)
         device_ms, row["no_graph"] = clocks.graph_ms(kernel)
         row["device_ms"] = clocks.busy_ms(kernel) if device_ms is None else device_ms
@@ -100,7 +102,7 @@ def measure(meter: Meter, operation: Operation, case: Case) -> dict[str, Any]:
 
 
 def _obstacle(operation: Operation, case: Case) -> str | None:
-    """Return why the kernel cannot run a case: its own reason, or, without a GPU, Triton's interpreter."""
+    """Return the reason why the kernel cannot run a case: its own, or a limit of Triton's interpreter."""
     from triton.runtime.errors import InterpreterError
 
     if (reason := operation.get_unsupported_reason(*case.args, **case.kwargs)) is None:
@@ -112,12 +114,12 @@ def _obstacle(operation: Operation, case: Case) -> str | None:
 
 
 def flash(case: Case) -> Callable[[], Tensor]:
-    """Return a function that runs FlashAttention on a case's queries and keys, with the keys for values."""
+    """Return a function that runs FlashAttention on a case's queries and keys, with keys as values."""
     query, key = case.args[:2]
     starts, causal = (case.args[4] if len(case.args) > 4 else None), case.kwargs.get("causal", True)
-    if starts is not None:  # sequences of one length, end to end
+    if starts is not None:  # concatenated sequences of equal length
         pieces = len(starts) - 1
-        query, key = (one.unflatten(2, (pieces, -1)).transpose(1, 2).flatten(0, 1) for one in (query, key))
+        query, key = (tensor.unflatten(2, (pieces, -1)).transpose(1, 2).flatten(0, 1) for tensor in (query, key))
     backend = SDPBackend.FLASH_ATTENTION if query.is_cuda else SDPBackend.MATH
     causal = causal and query.shape[2] == key.shape[2]
     options = {"is_causal": causal, "enable_gqa": query.shape[1] != key.shape[1], "scale": case.kwargs["scaling"]}
@@ -130,26 +132,28 @@ def flash(case: Case) -> Callable[[], Tensor]:
 
 
 def compiled(meter: Meter, operation: Operation, case: Case) -> dict[str, Any]:
-    """Return the row of a case's reference under torch.compile; a tiny run asks for no C++ compiler."""
+    """Return the row of a case's reference under torch.compile. Tiny runs use no C++ compiler."""
     torch.compiler.reset()
-    made = torch.compile(operation.reference, backend="aot_eager" if meter.clocks.tiny else "inductor")
-    run = partial(made, *case.args, **case.kwargs)
-    taken = meter.time(run)
+    compiled_reference = torch.compile(operation.reference, backend="aot_eager" if meter.clocks.tiny else "inductor")
+    run = partial(compiled_reference, *case.args, **case.kwargs)
+    quantiles = meter.time(run)
     busy = meter.clocks.busy_ms(run)
     return {
-        "operation": operation.name, "case": case.name, "compiled_ms": taken, "device_ms": busy,
-        "bound": bound(taken["p50"], busy),
+        "operation": operation.name, "case": case.name, "compiled_ms": quantiles, "device_ms": busy,
+        "bound": bound(quantiles["p50"], busy),
     }  # fmt: skip
 
 
-def compare(got: Any, want: Any, atol: float) -> tuple[float, float]:
-    """Return the largest difference between numbers of two results, and the largest share of choices (indices, masks)
-    that differ, as they may where numbers all but tie. Raises AssertionError where numbers differ by more than
-    `atol`."""
-    if isinstance(want, Tensor):
-        got, want = (got,), (want,)
+def compare(results: Any, expected: Any, atol: float) -> tuple[float, float]:
+    """Return the maximum difference between numbers of two results, and the maximum share of different choices.
+
+    Choices (indices, masks) may differ for nearly equal numbers. Raises AssertionError if numbers differ by more than
+    `atol`.
+    """
+    if isinstance(expected, Tensor):
+        results, expected = (results,), (expected,)
     largest = other = 0.0
-    for mine, theirs in zip(got, want, strict=True):
+    for mine, theirs in zip(results, expected, strict=True):
         if theirs.is_floating_point():
             torch.testing.assert_close(mine, theirs, atol=atol, rtol=1e-3)
             largest = max(largest, float((mine.double() - theirs.double()).nan_to_num(0, 0, 0).abs().max()))
@@ -158,20 +162,20 @@ def compare(got: Any, want: Any, atol: float) -> tuple[float, float]:
     return largest, round(other, 6)
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    sheet = Sheet("e_kernels", "Kernels", "7 B models", COLUMNS, __doc__, given)
+def main(argv: Sequence[str] | None = None) -> int:
+    sheet = Sheet("e_kernels", "Kernels", "7 B models", COLUMNS, __doc__, argv)
     if not has_triton():
-        raise SystemExit("Triton is not installed: pip install triton")
+        raise SystemExit("Triton is not installed. Run: pip install triton")
     known = list_operations()
     if missing := known.keys() - CASES.keys():
-        raise SystemExit(f"no cases for {', '.join(sorted(missing))}: add a function with @cases(...) to kernel_cases")
+        raise SystemExit(f"{', '.join(sorted(missing))} lacks cases. Add a function with @cases(...) to kernel_cases.")
     meter = Meter(Clocks(sheet.device, sheet.tiny))
-    # A loop of a thousand picks is not compiled in any time.
-    for what, run, seconds in (("kernel", measure, None), ("compiled", compiled, None if sheet.tiny else COMPILING)):
-        for name in known if what == "kernel" or not sheet.tiny else ("attention_rows", "join"):
-            # One case at a time: together they would not fit in memory.
+    # Tiny runs compile two operations only: a loop over a thousand picks takes too long to compile.
+    for kind, run, seconds in (("kernel", measure, None), ("compiled", compiled, None if sheet.tiny else COMPILING)):
+        for name in known if kind == "kernel" or not sheet.tiny else ("attention_rows", "join"):
+            # One case at a time, because all cases together do not fit in memory.
             for case in CASES[name](sheet.device, sheet.tiny):
-                sheet.take((what, name, case.name), partial(run, meter, known[name], case), seconds)
+                sheet.take((kind, name, case.name), partial(run, meter, known[name], case), seconds)
                 sheet.free()
     return sheet.end()
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaVA-1.5-7B's decoder, 576 visual tokens to 192, 128 and 64, as PyTorch launches it and as CUDA graphs: the counts
-that nearly every paper prints. Columns as in b_llava_next.py."""
+"""Measure prefills of LLaVA-1.5-7B's decoder, 576 visual tokens to 192, 128 and 64 (the budgets of most papers).
+
+Columns are those of b_llava_next.py.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from clocks import Clocks
 from prefills import COLUMNS, Prefills, model_of
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    sheet = Sheet("f_llava15", "Prefill of 576 visual tokens", "LLaVA-1.5-7B's decoder", COLUMNS, __doc__, given)
+def main(argv: Sequence[str] | None = None) -> int:
+    sheet = Sheet("f_llava15", "Prefill of 576 visual tokens", "LLaVA-1.5-7B's decoder", COLUMNS, __doc__, argv)
     keeps, methods = ((64,), METHODS[:3]) if sheet.tiny else ((64, 128, 192), METHODS)
     Prefills(sheet, Clocks(sheet.device, sheet.tiny), model_of(sheet), 576, 1, rounds=9).take(methods, keeps)
     return sheet.end()

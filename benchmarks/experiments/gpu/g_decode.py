@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of decoding behind 2880 visual tokens, and behind the 320 that a method leaves; and the largest batch.
 
-LLaVA-NeXT-7B's decoder, batch 1, 16 and 32, with a cache that grows and with a static one, whose step is replayed as a
-CUDA graph too. "largest": the most requests whose keys and values, 64 words of text and 64 more to come with them, lie
-in memory while a step of decoding runs; sizes are tried by halves.
+LLaVA-NeXT-7B's decoder, batch 1, 16 and 32, with a cache that grows, the same cache with `graphs=True`, whose steps are
+replayed, and a static cache, whose step is also captured here as a CUDA graph. The fair comparison with "none" is the
+row "none" with graphs. "first ms": the step that captures. "largest": the most requests whose keys and values, 64 words
+of text and 64 more to come with them, lie in memory while a step of decoding runs; sizes are tried by halves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,13 +23,18 @@ from prefills import NONE, held, model_of
 from transformers import DynamicCache, StaticCache
 
 import tokenprune
+from tokenprune.integrations.hf.families import get_adapter
+from tokenprune.integrations.hf.graphs import Graphs
+from tokenprune.integrations.hf.graphs.decoder import GraphedDecoder, build_graphed_decoder
+from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.models.decoder_shape import DecoderShape
 
 METHODS, BATCHES, MORE = (NONE, "divprune", "fastv"), (1, 16, 32), 64
+BYTES = 100 << 30  # limit of the graphs, so that the buffers of the largest batch fit
 COLUMNS = {
     "method": "method", "what": "what", "left": "visual tokens in the cache", "batch": "batch", "ms": "step ms",
     "graph_ms": "as a graph ms", "token_ms": "ms a token", "of_none": "as fast as none", "kv_bytes": "KV MiB",
-    "bound": "bound by",
+    "first_ms": "first ms", "graphs_bytes": "graphs MiB", "bound": "bound by",
 }  # fmt: skip
 
 
@@ -43,6 +49,51 @@ class Steps:
 
     def patched(self, name: str) -> Any:
         return nullcontext() if name == NONE else tokenprune.patched(self.model, name, guard="off", keep=self.keep)
+
+    @contextmanager
+    def graphed(self, name: str) -> Iterator[GraphedDecoder]:
+        """Patch the model with graphs, or only replay graphs without a method."""
+        graphs = Graphs(bytes=BYTES)
+        if name != NONE:
+            with tokenprune.patched(self.model, name, guard="off", keep=self.keep, graphs=graphs):
+                parts = get_attachment(self.model).engine.parts
+                yield next(part for part in parts if isinstance(part, GraphedDecoder))
+            return
+        [part] = build_graphed_decoder(get_adapter(self.model), graphs)
+        part.attach()
+        try:
+            yield part
+        finally:
+            part.detach()
+
+    def replayed(self, name: str, batch: int) -> dict[str, Any]:
+        """Return the row of a replayed step with a cache that grows."""
+        case = Case(self.model, self.visual, self.keep, Clock(self.sheet.device), batch)
+        token = case.ids[:, -1:]
+        with self.graphed(name) as part:
+            cache = self.model(
+                input_ids=case.ids,
+                mm_encoder_outputs={"image": case.images("random")},
+                use_cache=True,
+                logits_to_keep=1,
+            ).past_key_values
+
+            def run() -> None:
+                self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+            run()  # records the groups of layers
+            first = 1000 * self.clocks.clock(run)[0]
+            kv, flops = held(cache), 2 * batch * self.weights / self.model.dtype.itemsize
+            row = self.clocks.timed(run, flops, self.weights + kv, graph=False)
+            misses = [reason for reason in part.steps if reason and not reason.startswith("the first step")]
+            row |= {"hits": part.steps[""], "why_not": "; ".join(misses), "graphs_bytes": part.buckets.bytes}
+        known = self.sheet.rows.known((NONE, "graphs", batch))
+        best = row["ms"]["p50"]
+        return {
+            "method": name, "what": "step, graphs=True", "left": self.visual if name == NONE else self.keep,
+            "batch": batch, **row, "best_ms": best, "token_ms": best / batch, "kv_bytes": kv, "first_ms": first,
+            "of_none": known[0]["best_ms"] / best if known and "best_ms" in known[0] else None,
+        }  # fmt: skip
 
     def step(self, name: str, kind: str, batch: int) -> dict[str, Any]:
         """Return the row of a step. kind: of cache, "dynamic" or "static"."""
@@ -129,9 +180,12 @@ def main(given: Sequence[str] | None = None) -> int:
     sheet = Sheet("g_decode", "A step of decoding", "LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, given)
     steps = Steps(sheet, *((288, 32) if sheet.tiny else (2880, 320)))
     for batch in (1, 2) if sheet.tiny else BATCHES:
-        for kind in ("dynamic", "static"):
+        for kind in ("dynamic", "graphs", "static"):
             for name in METHODS:
-                sheet.take((name, kind, batch), partial(steps.step, name, kind, batch))
+                run = (
+                    partial(steps.replayed, name, batch) if kind == "graphs" else partial(steps.step, name, kind, batch)
+                )
+                sheet.take((name, kind, batch), run)
                 sheet.free()
     for name in METHODS:
         sheet.take((name, "largest"), partial(steps.largest, name))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM with the plugin on this GPU: the first token of one request, and requests a second of 64 that come together.
+"""Measure vLLM with the plugin on this GPU: first token of a single request, and throughput of 64 concurrent requests.
 
-Models of 7 B shape with vLLM's own dummy weights, bfloat16, one image in a request: LLaVA-1.5-7B (576 visual tokens),
-Qwen2.5-VL-7B (2,116). "first token": of a request alone, from the call on, median of eight; "requests/s": of 64 at
-once that write 16 tokens each, of the engine, and "with preprocessing" of the whole call; "blocks": of the KV cache
-that were taken at most. An engine is run eagerly, with CUDA graphs of decoding alone ("graphs"), or as vLLM does by
-default (torch.compile, and graphs of both).
+The models have 7 B shapes with vLLM's dummy weights in bfloat16, and one image per request: LLaVA-1.5-7B (576 visual
+tokens) and Qwen2.5-VL-7B (2,116). "first token" is the median of eight single requests. "requests/s" is the engine's
+throughput for 64 concurrent requests that write 16 tokens each; "with preprocessing" is the throughput of the entire
+call. "blocks" is the maximum number of used KV cache blocks. An engine runs eagerly, with CUDA graphs for decoding
+("graphs"), or with vLLM's defaults (torch.compile and graphs for both).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kit import Sheet  # isort: skip
 from children import rows_of
 from vllm_kit.cases import ENGINES
 
-SECONDS = 170.0  # that an engine may take; eagerly 35 to 63, as seen on an H200
+SECONDS = 170.0  # maximum per engine; eager engines took 35 to 63 on an H200
 TINY = ("llava7b.eager",)
 COLUMNS = {
     "engine": "engine", "setting": "setting", "prompt": "tokens of a prompt", "first_ms": "first token ms",
@@ -32,8 +32,8 @@ def measure(name: str, tiny: bool) -> list[dict[str, Any]]:
     return [{"engine": name} | row | {"of_off": row["rate"] / rows[0]["rate"]} for row in rows]
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    sheet = Sheet("h_vllm_times", "Requests in vLLM", "7 B models", COLUMNS, __doc__, given)
+def main(argv: Sequence[str] | None = None) -> int:
+    sheet = Sheet("h_vllm_times", "Requests in vLLM", "7 B models", COLUMNS, __doc__, argv)
     for name in TINY if sheet.tiny else ENGINES:
         sheet.take((name,), lambda name=name: measure(name, sheet.tiny), SECONDS)
     return sheet.end()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the operations of tokenprune/kernels, in the shapes of 7 B models: for e_kernels.py.
+"""Cases of the operations in tokenprune/kernels with shapes of 7 B models, for e_kernels.py.
 
-An operation is measured if `@cases("its_name")` stands before a function that yields its cases, with the bytes and
-FLOPs that each needs at least.
+To measure an operation, decorate a function that yields its cases with `@cases("its_name")`. Each case states the
+minimum bytes and FLOPs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenprune.kernels.pairing import as_sources
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an operation. bytes, flops: that are needed at least. atol: allowed difference from the reference."""
+    """A call of an operation, with minimum bytes and FLOPs, and the allowed difference from the reference."""
 
     name: str
     args: tuple
@@ -35,7 +35,7 @@ CASES: dict[str, Make] = {}
 
 
 def cases(operation: str) -> Callable[[Make], Make]:
-    """Register what yields the cases of an operation, given the device and whether they are to be tiny."""
+    """Register a function that yields the cases of an operation for a device, or tiny cases."""
 
     def add(make: Make) -> Make:
         CASES[operation] = make
@@ -45,14 +45,13 @@ def cases(operation: str) -> Callable[[Make], Make]:
 
 
 def size(*tensors: Tensor) -> int:
-    """Return the bytes of tensors."""
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _attention(
     device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """shape: B, H, Hkv, Q, K, D."""
+    """Return queries, keys and options. `shape` is (batch, heads, KV heads, queries, keys, head width)."""
     batch, heads, kv_heads, queries, keys, width = shape
     torch.manual_seed(0)
     query = torch.randn(batch, heads, queries, width, dtype=dtype, device=device)
@@ -60,7 +59,7 @@ def _attention(
     return query, key, dict(scaling=width**-0.5)
 
 
-# The decoder's attention in the models that the papers measure, and in a decode step.
+# The decoder's attention in the models that papers measure, and in a decoding step.
 _ROWS = {
     "LLaVA-1.5-7B, 576 tokens": (1, 32, 32, 640, 640, 128),
     "LLaVA-NeXT-7B, 2880 tokens": (1, 32, 32, 2944, 2944, 128),
@@ -102,7 +101,7 @@ def _columns(device: torch.device, tiny: bool) -> Iterator[Case]:
         if sequences > 1:
             starts = torch.arange(0, keys + 1, keys // sequences, dtype=torch.int32, device=device)
         pairs = queries * keys // sequences // (2 if causal else 1)
-        # Two passes: a row's sum is needed before any of its probabilities.
+        # Two passes: a probability needs its row's sum.
         flops, moved = 2 * 2 * batch * heads * pairs * width, size(query, key) + 4 * batch * heads * queries
         yield Case(name, (query, key, None, None, starts), moved, flops, dtype, options | {"causal": causal})
 
@@ -119,12 +118,12 @@ def _matches(device: torch.device, tiny: bool) -> Iterator[Case]:
         "16k tokens of width 1024": (1, 8192, 8192, 1024),
         "2880 tokens of width 4096, all pairs": (1, 2880, 0, 4096),
     }
-    for name, (rows, one, other, width) in (
+    for name, (rows, num_a, other, width) in (
         {"tiny": (2, 9, 7, 8), "all pairs": (1, 9, 0, 8)} if tiny else shapes
     ).items():
-        a = _features(device, rows, one, width, tiny=tiny)
+        a = _features(device, rows, num_a, width, tiny=tiny)
         b = _features(device, rows, other, width, tiny=tiny) if other else a
-        moved, flops = size(a, *([b] if other else [])) + 12 * rows * one, 2 * rows * one * (other or one) * width
+        moved, flops = size(a, *([b] if other else [])) + 12 * rows * num_a, 2 * rows * num_a * (other or num_a) * width
         yield Case(name, (a, b), moved, flops, a.dtype, {"exclude_self": not other}, atol=1e-4)
 
 
@@ -133,7 +132,7 @@ def _farthest(device: torch.device, tiny: bool) -> Iterator[Case]:
     for count, keep, width in [(11, 4, 8)] if tiny else [(576, 64, 4096), (2880, 320, 4096), (16384, 1802, 3584)]:
         x = _features(device, 1, count, width, tiny=tiny)
         mask, budget = torch.ones(1, count, dtype=torch.bool, device=device), torch.tensor([keep], device=device)
-        # The first pick needs each token's nearest, so all pairs.
+        # The first pick needs the nearest neighbor of each token, hence all pairs.
         yield Case(
             f"{count} -> {keep} of width {width}", (x, mask, budget, keep), size(x), 2 * count**2 * width, x.dtype
         )
@@ -160,17 +159,17 @@ def _coverage(device: torch.device, tiny: bool) -> Iterator[Case]:
 def _covering(device: torch.device, tiny: bool) -> Iterator[Case]:
     for count, keep in [(11, 4)] if tiny else [(576, 64), (2880, 320)]:
         table = _features(device, 1, count, count, tiny=True)
-        mask, number = torch.ones(1, count, dtype=torch.bool, device=device), torch.tensor([keep], device=device)
-        yield Case(f"{count} -> {keep}", (table, mask, number, keep), keep * size(table), 0, table.dtype)
+        mask, budget = torch.ones(1, count, dtype=torch.bool, device=device), torch.tensor([keep], device=device)
+        yield Case(f"{count} -> {keep}", (table, mask, budget, keep), keep * size(table), 0, table.dtype)
 
 
 @cases("greedy_dpp")
 def _determinants(device: torch.device, tiny: bool) -> Iterator[Case]:
     for count, keep, width in [(11, 4, 8)] if tiny else [(576, 64, 4096), (2880, 320, 4096), (16384, 1802, 3584)]:
         x = torch.nn.functional.normalize(_features(device, 1, count, width, tiny=True), dim=2)
-        mask, number = torch.ones(1, count, dtype=torch.bool, device=device), torch.tensor([keep], device=device)
-        moved = keep * size(x) + 2 * count * keep**2  # the factor, half of it on average
-        yield Case(f"{count} -> {keep} of width {width}", (x, x, mask, number, keep), moved, 0, x.dtype)
+        mask, budget = torch.ones(1, count, dtype=torch.bool, device=device), torch.tensor([keep], device=device)
+        moved = keep * size(x) + 2 * count * keep**2  # half of the factor on average
+        yield Case(f"{count} -> {keep} of width {width}", (x, x, mask, budget, keep), moved, 0, x.dtype)
 
 
 @cases("join")
@@ -180,10 +179,15 @@ def _joins(device: torch.device, tiny: bool) -> Iterator[Case]:
         order = torch.randperm(count, device=device)
         stays, source = order[:keep].sort().values, order[keep:].sort().values
         target = torch.randint(keep, source.shape, device=device)
-        own, weight = torch.ones(keep, device=device), torch.ones(count - keep, device=device)
-        moved = size(x) + size(x) * keep // count + size(stays, source, target, own, weight)
+        kept_weight, weight = torch.ones(keep, device=device), torch.ones(count - keep, device=device)
+        moved = size(x) + size(x) * keep // count + size(stays, source, target, kept_weight, weight)
         yield Case(
-            f"{count} -> {keep} of width {width}", (x, stays, own, source, target, weight), moved, 0, x.dtype, atol=0.02
+            f"{count} -> {keep} of width {width}",
+            (x, stays, kept_weight, source, target, weight),
+            moved,
+            0,
+            x.dtype,
+            atol=0.02,
         )
 
 
@@ -228,12 +232,12 @@ def _sources(device: torch.device, tiny: bool) -> Iterator[Case]:
 
 @cases("pairing")
 def _pairings(device: torch.device, tiny: bool) -> Iterator[Case]:
-    for rows, count, gone in [(2, 11, 3)] if tiny else [(1, 577, 22), (5, 577, 22), (1, 4096, 400)]:
+    for rows, count, num_dropped in [(2, 11, 3)] if tiny else [(1, 577, 22), (5, 577, 22), (1, 4096, 400)]:
         best, partner = as_sources.reference(*_pairs(device, rows, count), 1, None)
-        moved = 12 * best.numel() + 8 * rows * (count + gone)
+        moved = 12 * best.numel() + 8 * rows * (count + num_dropped)
         yield Case(
-            f"{gone} of {rows} x {count} tokens", (best, partner, [gone] * rows, [count] * rows, 1), moved, 0,
-            torch.float32,
+            f"{num_dropped} of {rows} x {count} tokens", (best, partner, [num_dropped] * rows, [count] * rows, 1),
+            moved, 0, torch.float32,
         )  # fmt: skip
 
 
@@ -245,7 +249,7 @@ def _pairs(device: torch.device, rows: int, count: int) -> tuple[Tensor, Tensor]
 @cases("destinations")
 def _destinations(device: torch.device, tiny: bool) -> Iterator[Case]:
     for rows, count, keep in [(2, 11, 4)] if tiny else [(1, 2880, 320), (8, 2880, 320), (1, 16384, 1802)]:
-        places = torch.arange(rows * count, device=device).view(rows, count)
+        positions = torch.arange(rows * count, device=device).view(rows, count)
         assign = (torch.arange(count, device=device) % keep).expand(rows, -1)
-        arguments = (assign, torch.ones_like(assign, dtype=torch.bool), places, None, rows * count)
+        arguments = (assign, torch.ones_like(assign, dtype=torch.bool), positions, None, rows * count)
         yield Case(f"{rows} x {count} -> {keep}", arguments, 33 * rows * count, 0, torch.float32)

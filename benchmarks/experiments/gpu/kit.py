@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tables for a GPU share: command line, deadline, rows that are written as they come, and the print.
+"""Shared parts of the GPU tables: command line, deadline, incremental rows, and output.
 
-Each file of a table runs alone: `python experiments/gpu/b_llava_next.py`. It writes a row as soon as it is measured
-(benchmarks/results/<device>/<file>.jsonl), and takes no row that the file has of the same code. Before the deadline it
-stops, within a row if it must, says what it did not measure, and ends with 0. A row that breaks is printed and written
-with its reason, the others go on, and the file ends with 1; the next run tries it again. Too little memory is a
-finding, not a failure.
+Each table file also runs by itself: `python experiments/gpu/b_llava_next.py`. It writes each row as soon as it is
+measured (benchmarks/results/DEVICE/FILE.jsonl) and skips rows that the file has for the same code. It stops before the
+deadline, if necessary within a row, lists the missing rows and exits with 0. If a row raises, its error is printed and
+written, the other rows continue, and the file exits with 1; the next run repeats the row. Running out of memory is a
+result, not an error.
 """
 
 from __future__ import annotations
 
 import time
 
-BEGAN = time.monotonic()  # torch takes its seconds too
+BEGAN = time.monotonic()  # before torch is imported, which takes seconds
 
 import argparse  # noqa: E402
 import gc  # noqa: E402
@@ -32,31 +32,34 @@ sys.path[:0] = [str(ROOT / "benchmarks" / "experiments"), str(ROOT)]
 import calm_threads  # noqa: E402, F401
 import torch  # noqa: E402
 
-if not torch.cuda.is_available():  # kernels run in Triton's interpreter, which its first import settles
+if not torch.cuda.is_available():  # Triton reads the variable at its first import
     os.environ.setdefault("TRITON_INTERPRET", "1")
 from common import Rows, code_version, default_device, header, results_path, write  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from sheets import cells  # noqa: E402
 
-MINUTES = 9.0  # that a file takes at most; commands on a lent machine end after ten
-RESERVE = 10.0  # seconds to print and to end in
-ROW = 60.0  # seconds that a row takes at most, so that none takes the others' time
+MINUTES = 9.0  # maximum per file; commands on a lent machine end after ten
+RESERVE = 10.0  # seconds for output before the deadline
+ROW = 60.0  # maximum seconds per row
 
 
 class OutOfTime(BaseException):
-    """A row's seconds are over, or the deadline came. Not an Exception: nothing that a row calls may swallow it."""
+    """The time of a row or the deadline is over.
+
+    Derived from BaseException, so that `except Exception` passes it on.
+    """
 
 
 class Deadline:
-    """The end of a file's time. began: on the clock that never goes back."""
+    """The end of a file's time. `began` is a time of `time.monotonic`."""
 
     def __init__(self, minutes: float, began: float = BEGAN) -> None:
         self.end, self.longest = began + 60 * minutes - min(RESERVE, 6 * minutes), 0.0
 
     @property
     def left(self) -> float:
-        """Seconds until nothing may run any more."""
+        """Seconds until the deadline."""
         return self.end - time.monotonic()
 
     @property
@@ -66,7 +69,7 @@ class Deadline:
 
     @contextmanager
     def row(self, seconds: float = ROW) -> Iterator[None]:
-        """Raise OutOfTime inside the block after so many seconds, or when the deadline comes."""
+        """Raise OutOfTime inside the block after a number of seconds or at the deadline."""
         began = time.monotonic()
 
         def ring(*_: Any) -> None:
@@ -83,20 +86,26 @@ class Deadline:
 
 
 class Sheet:
-    """One table: its file, its deadline, and what was measured.
+    """A table with its file, deadline and rows.
 
-    name: of its file. columns: of each its key in a row, and its name. shape: of the model, in words.
+    Args:
+        name: Stem of the file.
+        title: Title of the table.
+        shape: Description of the model.
+        columns: Title of each key of a row.
+        about: Description of the command.
+        given: Command-line arguments; None: those of the process.
     """
 
     def __init__(
-        self, name: str, title: str, shape: str, columns: dict[str, str], about: str | None, given: Sequence[str] | None
+        self, name: str, title: str, shape: str, columns: dict[str, str], about: str | None, argv: Sequence[str] | None
     ) -> None:
-        self.args = args = _options(about).parse_args(given)
+        self.args = args = _options(about).parse_args(argv)
         self.tiny, self.device = args.tiny, torch.device(args.device)
         if self.device.type == "cpu" and not self.tiny:
-            raise SystemExit("there is no GPU: only --tiny, which proves the code, makes sense here")
+            raise SystemExit("No GPU was found. Without a GPU, only --tiny is supported, which checks the code.")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.deadline = Deadline(args.minutes, BEGAN if given is None else time.monotonic())
+        self.deadline = Deadline(args.minutes, BEGAN if argv is None else time.monotonic())
         path = results_path(self.device, name, self.tiny)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
@@ -106,24 +115,27 @@ class Sheet:
         about = {"title": title, "shape": "tiny models" if self.tiny else shape, "tiny": self.tiny, "columns": columns}
         self.rows = Rows(path, header(self.device, **about), args, code=code_version(), tiny=self.tiny)
         self.part, self.parts = map(int, args.part.split("/"))
-        if self.parts > 1:  # whatever joins the parts finds no row of other code in them
+        if self.parts > 1:  # create the file at once, so that run.py joins no rows of other code
             write(path, [self.rows.first, *self.rows.records])
         self.console, self.shown, self.missed, self.failed = Console(width=180), [], [], 0
         self.asked = 0
 
-    def take(self, place: Sequence[Any], run: Callable[[], dict[str, Any]], seconds: float | None = None) -> None:
-        """Measure the row of a place, unless the file has it, `--only` leaves it out, or time is up.
+    def take(self, key: Sequence[Any], run: Callable[[], dict[str, Any]], seconds: float | None = None) -> None:
+        """Measure the rows of a key, unless the file has them, `--only` excludes them, or the time is over.
 
-        seconds: that the row may take, a minute unless it is tiny; one that is cut off says so.
+        Args:
+            place: The key.
+            run: The measurement.
+            seconds: Maximum seconds, a minute by default except in tiny runs. A row that exceeds them is marked.
         """
         seconds = seconds or (60 * self.args.minutes if self.tiny else ROW)
-        label = " ".join(map(str, place))
-        if self.args.only and not any(one in label for one in self.args.only):
+        label = " ".join(map(str, key))
+        if self.args.only and not any(word in label for word in self.args.only):
             return
         self.asked += 1
         if self.asked % self.parts != self.part:
             return
-        if known := self.rows.known(place):
+        if known := self.rows.known(key):
             self.shown += known
             return
         if not self.deadline.room:
@@ -131,15 +143,15 @@ class Sheet:
             return
         began = time.monotonic()
         try:
-            made = self.rows.measure(place, lambda: self._tried(label, run, seconds))
+            results = self.rows.measure(key, lambda: self._tried(label, run, seconds))
         except OutOfTime:
             self.missed.append(label)
             return
-        self.shown += made
-        names, values = self.rows.first["columns"].values(), cells(self.rows.first, made[-1])
-        told = ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True) if value)
-        told = made[-1].get("failed", told)
-        self.console.print(f"{label}: {told} [{time.monotonic() - began:.1f} s]", markup=False, highlight=False)
+        self.shown += results
+        names, values = self.rows.first["columns"].values(), cells(self.rows.first, results[-1])
+        text = ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True) if value)
+        text = results[-1].get("failed", text)
+        self.console.print(f"{label}: {text} [{time.monotonic() - began:.1f} s]", markup=False, highlight=False)
 
     def _tried(self, label: str, run: Callable[[], Any], seconds: float) -> Any:
         try:
@@ -160,14 +172,14 @@ class Sheet:
         return {next(iter(self.rows.first["columns"])): label, "bound": bound}
 
     def free(self) -> None:
-        """Give back what a row took of the GPU's memory."""
+        """Free the GPU memory of a row."""
         gc.collect()
         if self.device.type == "cuda":
-            with suppress(RuntimeError):  # where a capture failed, the allocator refuses
+            with suppress(RuntimeError):  # the allocator raises after a failed capture
                 torch.cuda.empty_cache()
 
     def end(self) -> int:
-        """Print the table and what is missing; return the exit status."""
+        """Print the table and the missing rows. Return the exit status."""
         first = self.rows.first
         table = Table(title=f"{first['title']}: {first['device']}, {first['shape']}")
         for name in first["columns"].values():
@@ -180,7 +192,7 @@ class Sheet:
             names = [" ".join(map(str, row["place"])) for row in self.shown if row.get("no_graph") == reason]
             self.console.print(f"no graph, {reason}: {'; '.join(names)}", markup=False, soft_wrap=True)
         if self.missed:
-            text = f"stopped at the deadline; not measured: {'; '.join(self.missed)}. The same command goes on"
+            text = f"Stopped at the deadline. Not measured: {'; '.join(self.missed)}. Run the same command to continue."
             self.console.print(text, markup=False, soft_wrap=True)
         for row in (row for row in self.shown if "failed" in row):
             self.console.print(f"failed: {row['label']}: {row['failed']}", markup=False, soft_wrap=True)
@@ -191,14 +203,14 @@ class Sheet:
 
 def _options(about: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="prove the code in seconds, on a CPU too; for no page")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="after which the file has ended")
-    parser.add_argument("--out", type=Path, help="folder of the rows; those of benchmarks/results are taken along")
-    parser.add_argument("--only", nargs="+", help="places that contain one of these words")
-    parser.add_argument("--part", default="0/1", help="of the places, as 3/8: run.py has several processes share them")
-    parser.add_argument("--again", dest="resume", action="store_false", help="measure what the file has, too")
-    parser.add_argument("--missing", action="store_true", help="take rows that the file has of other code")
+    parser.add_argument("--tiny", action="store_true", help="check the code in seconds, also on a CPU; not for pages")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="maximum minutes of the file")
+    parser.add_argument("--out", type=Path, help="folder of the rows; rows in benchmarks/results are copied there")
+    parser.add_argument("--only", nargs="+", help="measure only rows whose key contains a word in this list")
+    parser.add_argument("--part", default="0/1", help="share of the rows, such as 3/8, for several processes (run.py)")
+    parser.add_argument("--again", dest="resume", action="store_false", help="measure rows that the file has, too")
+    parser.add_argument("--missing", action="store_true", help="keep the file's rows of other code versions")
     parser.add_argument("--device", default=default_device())
-    # A loaded row is marked, and pages leave it out: a lent machine does not wait for quiet.
+    # Rows of a loaded machine are marked, and pages omit them. A lent machine cannot wait.
     parser.set_defaults(allow_load=True)
     return parser

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows about a prefill: with each method, at each count, in a LLaVA with random weights whose images are encoded."""
+"""Measure prefills with each method and budget, in a LLaVA with random weights and encoded images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLUMNS = {
 
 
 def model_of(sheet: Sheet) -> Any:
-    """Return the LLaVA of a table: of 7 B, with a small tower."""
+    """Build the table's LLaVA: a 7 B decoder with a small tower."""
     return llava("tiny" if sheet.tiny else "vicuna-7b", sheet.device, sheet.dtype, BLOCKS)
 
 
@@ -39,13 +39,13 @@ def held(cache: Any) -> int:
 
 
 def peak_of(device: torch.device) -> Any:
-    """Return a context whose `bytes` are the most that is allocated inside; on a CPU, of tensors alone."""
+    """Return a context whose `bytes` are the peak allocation inside (on a CPU: of tensors only)."""
     return Peak(device) if device.type == "cuda" else Live()
 
 
 @dataclass
 class Prefills:
-    """The rows of one prompt: `visual` tokens, `batch` times."""
+    """The rows of a prompt with `visual` visual tokens, repeated `batch` times."""
 
     sheet: Sheet
     clocks: Clocks
@@ -56,7 +56,7 @@ class Prefills:
     _oracles: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def take(self, methods: Sequence[str], keeps: Sequence[int]) -> None:
-        """Measure the unpatched model, then each method at each number of tokens that stay."""
+        """Measure the unpatched model, then each method at each number of kept tokens."""
         self._take(NONE, self.visual)
         for keep in keeps:
             for name in methods:
@@ -83,23 +83,26 @@ class Prefills:
             case.cache = None
             with peak_of(self.sheet.device) as peak:
                 run()
-            kv, weights = held(case.cache), sum(one.nbytes for one in self.model.model.language_model.parameters())
+            kv, weights = (
+                held(case.cache),
+                sum(parameter.nbytes for parameter in self.model.model.language_model.parameters()),
+            )
             row = self.clocks.timed(run, flops, weights + kv, self.rounds)
             with Choosing(self.sheet.device) as choosing:
                 run()
         case.cache = None
         oracle = self._oracle(case, layers)
-        whole = self.sheet.rows.known((NONE, self.visual, self.visual, self.batch))
+        unpatched = self.sheet.rows.known((NONE, self.visual, self.visual, self.batch))
         return {
             "method": name, "batch": self.batch, "visual": self.visual, "keep": keep,
             "layer_tokens": sum(layers) / len(layers), "layers": layers, **row,
-            "speedup": whole[0]["ms"]["p50"] / row["ms"]["p50"] if whole and "ms" in whole[0] else None,
+            "speedup": unpatched[0]["ms"]["p50"] / row["ms"]["p50"] if unpatched and "ms" in unpatched[0] else None,
             "oracle_ms": oracle[0], "oracle_graph_ms": oracle[1], "efficiency": oracle[0] / row["ms"]["p50"],
             "choosing_ms": choosing.ms, "peak_bytes": peak.bytes, "kv_bytes": kv,
         }  # fmt: skip
 
     def _layers(self, name: str, case: Case) -> tuple[list[int], float]:
-        """Return the visual tokens of a prompt in each layer, and the FLOPs of the batch."""
+        """Return the visual tokens per layer of a prompt, and the FLOPs of the batch."""
         if name != NONE:
             stats = tokenprune.stats(self.model)
             return [count // self.batch for count in stats.visual_tokens_per_layer], stats.prefill_flops
@@ -108,15 +111,14 @@ class Prefills:
         return [self.visual] * shape.layers, self.batch * shape.prefill_flops(length)
 
     def _oracle(self, case: Case, layers: list[int]) -> tuple[float, float | None]:
-        """Return the milliseconds of the unpatched decoder on prompts as long as those that the layers see: as PyTorch
-        launches it, and as a graph."""
-        wanted = lengths(layers)
-        for count in wanted:
+        """Return the milliseconds of the unpatched decoder at the layers' prompt lengths: eager, and as a graph."""
+        counts = lengths(layers)
+        for count in counts:
             if count not in self._oracles:
                 run = case.oracle_of(count)
                 run()
-                taken = [1000 * self.clocks.clock(run)[0] for _ in range(1 if self.sheet.tiny else self.rounds)]
-                self._oracles[count] = median(taken), self.clocks.graph_ms(run, self.rounds)[0]
-        times = {count: self._oracles[count] for count in wanted}
-        graphs = None if any(one is None for _, one in times.values()) else weighted(times, layers, 1)
+                milliseconds = [1000 * self.clocks.clock(run)[0] for _ in range(1 if self.sheet.tiny else self.rounds)]
+                self._oracles[count] = median(milliseconds), self.clocks.graph_ms(run, self.rounds)[0]
+        times = {count: self._oracles[count] for count in counts}
+        graphs = None if any(graph_ms is None for _, graph_ms in times.values()) else weighted(times, layers, 1)
         return weighted(times, layers, 0), graphs

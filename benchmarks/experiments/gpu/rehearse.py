@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearse both runs on a stand-in: an environment with exactly the machine's versions, no network, --tiny.
+"""Rehearse both GPU runs with --tiny, in an environment with the machine's package versions and without network.
 
-    python experiments/gpu/rehearse.py --python python3.12     # makes .venv-gpu where it is missing, and wheels
+    python experiments/gpu/rehearse.py --python python3.12     # creates .venv-gpu if missing, and the wheels
 
---vllm: a Python with vLLM's CPU build, which the tables h run in.
+--vllm is a Python with vLLM's CPU build, for the tables h.
 
-Writes rehearsal.md beside this file: versions, what each file took, and how it ended. It ends with 1 where one did not
-end with 0, and where a package is there that the machine lacks.
+The script writes rehearsal.md beside this file: versions, and time and exit status of each file. It exits with 1 if a
+file did not exit with 0, or if the environment has a package that the machine lacks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PYTHON = ROOT / ".venv-gpu/bin/python"
-# numpy: Triton 3.6 has an interpreter, for machines without a GPU, that does not run under 2.4.
+# numpy: Triton 3.6's interpreter, which runs without a GPU, does not support numpy 2.4.
 THERE = (
     "torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "timm", "einops", "accelerate", "typer<0.25",
     "safetensors", "matplotlib", "scipy", "pytest", "hypothesis", "pillow", "numpy<2.4",
 )  # fmt: skip
-# Not there; some of them come along with what is.
+# Packages that the machine lacks; the packages above may install them as dependencies.
 LACKS = (
     "annotated-types",
     "rich",
@@ -53,71 +53,73 @@ def versions() -> dict[str, str]:
 
 
 def prepare(python: str) -> str:
-    """Make the stand-in where it is missing, and the wheels; return what wheels.py says."""
+    """Create the environment if it is missing, and the wheels. Return the output of wheels.py."""
     pip = [PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
     if not PYTHON.exists():
         subprocess.run([python, "-m", "venv", ROOT / ".venv-gpu"], check=True)
         subprocess.run([*pip, "install", *THERE], check=True)
     subprocess.run([*pip, "uninstall", "--yes", *LACKS], check=True)
-    made = subprocess.run(
+    result = subprocess.run(
         [PYTHON, HERE / "wheels.py", "--there", PYTHON], check=True, stdout=subprocess.PIPE, text=True
     )
-    return made.stdout.strip()
+    return result.stdout.strip()
 
 
 def rehearse(out: Path, python: Path | str, *tables: str) -> tuple[int, bool]:
-    """Run files with --tiny, all but those of vLLM where none is named; return how that ended, and whether without a
-    network. vLLM's parts talk to each other through it."""
+    """Run table files with --tiny, by default all except those of vLLM.
+
+    Return the exit status, and whether the network was off. vLLM's processes need the network to communicate.
+    """
     command = [str(python), str(HERE / "run.py"), "--tiny", "--out", str(out), *tables]
-    apart = ["unshare", "--map-root-user", "--net"]
-    alone = (
+    isolate = ["unshare", "--map-root-user", "--net"]
+    offline = (
         not tables
         and bool(shutil.which("unshare"))
-        and subprocess.run([*apart, "true"], capture_output=True).returncode == 0
+        and subprocess.run([*isolate, "true"], capture_output=True).returncode == 0
     )
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run([*apart, *command] if alone else command, env=env).returncode, alone
+    return subprocess.run([*isolate, *command] if offline else command, env=env).returncode, offline
 
 
-def page(wheels: str, there: dict[str, str], out: Path, alone: bool) -> str:
+def page(wheels: str, installed: dict[str, str], out: Path, offline: bool) -> str:
     """Return rehearsal.md."""
     log = [json.loads(line) for line in sorted((out / "log.jsonl").read_text().splitlines())]
     names = ["python", *(re.split("[=<]", name)[0] for name in THERE)]
     lines = [
         "# The last rehearsal",
         "",
-        f"By `python benchmarks/experiments/gpu/rehearse.py`, {platform.machine()}, {os.cpu_count()} cores and no GPU, "
-        f"{'without' if alone else 'with'} a network, every file with `--tiny`. Load of the last minute: "
+        f"By `python benchmarks/experiments/gpu/rehearse.py` on {platform.machine()} with {os.cpu_count()} cores, no "
+        f"GPU and {'no network' if offline else 'a network'}. Every file ran with `--tiny`. One-minute load: "
         f"{os.getloadavg()[0]:.1f}.",
         "",
-        f"- Versions: {', '.join(f'{name} {there[name]}' for name in names)}.",
-        f"- Not there: {', '.join(name for name in LACKS if name not in there)}.",
+        f"- Versions: {', '.join(f'{name} {installed[name]}' for name in names)}.",
+        f"- Missing packages: {', '.join(name for name in LACKS if name not in installed)}.",
         f"- Wheels: {wheels}.",
         "",
         "| file | rc | minutes | processor seconds | rows | failed |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for one in log:
-        _, *rows = (json.loads(line) for line in (out / f"{one['file']}.jsonl").read_text().splitlines())
+    for entry in log:
+        _, *rows = (json.loads(line) for line in (out / f"{entry['file']}.jsonl").read_text().splitlines())
         failed = sum("failed" in row for row in rows)
-        minutes, cpu = f"{one['seconds'] / 60:.1f}", f"{one['cpu_seconds']:.0f}"
-        lines.append(f"| `{one['file']}` | {one['rc']} | {minutes} | {cpu} | {len(rows)} | {failed} |")
+        minutes, cpu = f"{entry['seconds'] / 60:.1f}", f"{entry['cpu_seconds']:.0f}"
+        lines.append(f"| `{entry['file']}` | {entry['rc']} | {minutes} | {cpu} | {len(rows)} | {failed} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default="python3.12", help="of which the stand-in is made")
-    parser.add_argument("--vllm", default=str(ROOT / ".venv-vllm/bin/python"), help="of the tables h")
+    parser.add_argument("--python", default="python3.12", help="Python of the created environment")
+    parser.add_argument("--vllm", default=str(ROOT / ".venv-vllm/bin/python"), help="Python of the tables h")
     args = parser.parse_args()
-    wheels, there = prepare(args.python), versions()
+    wheels, installed = prepare(args.python), versions()
     print(wheels)
-    if found := [name for name in LACKS if name in there]:
-        raise SystemExit(f"the machine lacks {', '.join(found)}, the stand-in does not")
+    if extra := [name for name in LACKS if name in installed]:
+        raise SystemExit(f"The environment has {', '.join(extra)}, which the machine lacks. Uninstall them.")
     with tempfile.TemporaryDirectory() as folder:
-        code, alone = rehearse(Path(folder), PYTHON)
+        code, offline = rehearse(Path(folder), PYTHON)
         code = max(code, rehearse(Path(folder), args.vllm, "h")[0])
-        (HERE / "rehearsal.md").write_text(page(wheels, there, Path(folder), alone), encoding="utf-8")
+        (HERE / "rehearsal.md").write_text(page(wheels, installed, Path(folder), offline), encoding="utf-8")
     return code
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare what a method chooses on the GPU and on the CPU from the same values.
+"""Compare a method's selections on GPU and CPU from the same values.
 
-Two runs of a model round otherwise, and one near tie at an early pick changes all later ones of a method that goes on
-from what it took: how many tokens differ in the end says nothing of the choice. So the CPU chooses again from what the
-method looked at on the GPU; and what it looked at is compared with the CPU's own run.
+Two runs of a model round differently, and one near tie at an early pick of a greedy method changes all later picks. The
+number of different tokens therefore does not measure the selection. Here the CPU selects again from the values that the
+method read on the GPU, and these values are compared with those of the CPU's run.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from tokenprune.selection.tokens import VisualTokens
 
 @dataclass
 class Looked:
-    """Values that the methods of a forward looked at. hidden: of each cut's tokens, on the CPU; differ: the tokens that
-    the CPU chooses otherwise from the same values, of all cuts."""
+    """Values that the methods of a forward read.
+
+    Attributes:
+        hidden: Hidden states of each cut, on the CPU.
+        differ: Number of tokens that the CPU selects differently from the same values, over all cuts.
+    """
 
     hidden: list[Tensor] = field(default_factory=list)
     differ: int = 0
 
     def off(self, other: Looked) -> float:
-        """Return how far the tokens of the first cut are from another run's, as a share of their length; 0 without."""
+        """Return the relative distance of the first cut's hidden states from another run's, 0 without a cut."""
         if not self.hidden:
             return 0.0
         mine, theirs = self.hidden[0].float(), other.hidden[0].float()
@@ -44,8 +48,8 @@ class Looked:
 
 @contextmanager
 def looking(again: bool = False) -> Iterator[Looked]:
-    """Note what methods look at within. again: let the CPU choose from it, too."""
-    found = Looked()
+    """Record the values that methods read inside. With `again`, the CPU also selects from them."""
+    looked = Looked()
 
     def noting(original: Callable[..., Any]) -> Callable[..., Any]:
         def choose(call: Any, step: Any, *rest: Any) -> Any:
@@ -53,11 +57,11 @@ def looking(again: bool = False) -> Iterator[Looked]:
             select = cls.select
 
             def both(self: Any, tokens: VisualTokens) -> Any:
-                found.hidden.append(tokens.hidden.cpu())
+                looked.hidden.append(tokens.hidden.cpu())
                 copied = on_cpu(self, tokens) if again else None
                 mine = select(self, tokens)
                 if copied is not None:
-                    found.differ += int((mine.keep.cpu() ^ select(self, copied).keep).sum())
+                    looked.differ += int((mine.keep.cpu() ^ select(self, copied).keep).sum())
                 return mine
 
             with patch.object(cls, "select", both):
@@ -67,24 +71,26 @@ def looking(again: bool = False) -> Iterator[Looked]:
 
     name = "select_tokens"
     with patch.object(engine, name, noting(engine.select_tokens)), patch.object(cuts, name, noting(cuts.select_tokens)):
-        yield found
+        yield looked
 
 
 def on_cpu(method: Any, tokens: VisualTokens) -> VisualTokens:
-    """Return the tokens with all that the method may read of them and of the text, on the CPU."""
+    """Return the tokens, with all observables that the method may read, on the CPU."""
     visual: dict[str, Any] = {}
     text: dict[str, Any] = {}
-    with suppress(TokenPruneError):  # where there is no text
+    with suppress(TokenPruneError):  # prompts without text
         text = {"mask": _cpu(tokens.text.mask)}
-    for seen in map(find_observable, available_observables()):
-        if not seen.is_declared(method.needs):
+    for observable in map(find_observable, available_observables()):
+        if not observable.is_declared(method.needs):
             continue
-        with suppress(AttributeError, NotImplementedError):  # it is of the text alone
-            value = getattr(tokens, seen.name)
-            visual[seen.name] = _cpu({one: value(one) for one in method.encoder_layers} if seen.by_layer else value)
+        with suppress(AttributeError, NotImplementedError):  # observables of the text only
+            value = getattr(tokens, observable.name)
+            visual[observable.name] = _cpu(
+                {layer: value(layer) for layer in method.encoder_layers} if observable.by_layer else value
+            )
         if text:
-            with suppress(AttributeError, NotImplementedError):  # the text has none
-                text[seen.text_name] = _cpu(getattr(tokens.text, seen.text_name))
+            with suppress(AttributeError, NotImplementedError):  # observables that the text lacks
+                text[observable.text_name] = _cpu(getattr(tokens.text, observable.text_name))
     device = tokens.hidden.device
     source = TensorSource(visual, text, lambda hidden: tokens.final_norm(hidden.to(device)).cpu())
     source.carry.update({name: _cpu(value) for name, value in tokens.carry.items()})

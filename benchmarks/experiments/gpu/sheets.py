@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the GPU's tables, as a terminal and a page show them. Nothing here needs torch.
+"""Format the GPU tables' files for terminals and pages. This module does not need torch.
 
-The first line of a file is its header: where it was measured, the title, and of each column its key in a row and its
-name. Keys say the unit: `_bytes` are shown in MiB, `_share` in percent.
+The first line of a file is its header: device, versions, title, and the title of each column by its key. Key suffixes
+give units: `_bytes` is shown in MiB, `_share` in percent.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import rows
 
-AS_IT_SHOULD_BE = {"equal": "equal", "ties": "within ties"}  # verdicts, and in words
+GOOD_VERDICTS = {"equal": "equal", "ties": "within ties"}  # with their descriptions
 RESULTS = Path(__file__).parents[2] / "results"
 
 
 def cell(key: str, value: Any) -> str:
-    """Return a value as a table shows it: of quantiles the median."""
+    """Format a value as a table cell. Quantiles are shown by their median."""
     if isinstance(value, dict):
         value = value["p50"]
     if value is None or isinstance(value, str):
@@ -33,42 +33,45 @@ def cell(key: str, value: Any) -> str:
 
 
 def cells(header: dict[str, Any], row: dict[str, Any]) -> list[str]:
-    """Return the cells of a row."""
     return [cell(key, row.get(key)) for key in header["columns"]]
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header and the quiet rows of a table. Raises SystemExit for a tiny run: it proves the code, and its
-    numbers are of nothing."""
-    header, found = rows.quiet(path)
+    """Return the header and the rows of an idle machine.
+
+    Raises SystemExit for tiny runs, whose numbers are meaningless.
+    """
+    header, records = rows.quiet(path)
     if header.get("tiny", True):
-        raise SystemExit(f"{path} is of a run with --tiny, which proves the code alone: no page shows its numbers")
-    return header, [row for row in found if "failed" not in row]
+        raise SystemExit(f"{path} is a run with --tiny, which only checks the code. Pages cannot show its numbers.")
+    return header, [row for row in records if "failed" not in row]
 
 
 def short(path: Path) -> str:
-    """Return a table in a few words a row, as a terminal that shows the last lines alone has room for."""
-    header, found = rows.read(path)
+    """Return a table with one short line per row, for terminals that show only the last lines."""
+    header, records = rows.read(path)
     lines = [f"{header['title']}: {' | '.join(header['columns'].values())}"]
-    for row in found:
+    for row in records:
         if "failed" in row:
             lines.append(f"failed: {row['label']}: {row['failed'][:120]}")
-        elif row.get("verdict") not in AS_IT_SHOULD_BE:
+        elif row.get("verdict") not in GOOD_VERDICTS:
             lines.append(" | ".join(cells(header, row)))
-    lines += [f"{what}: {number} {AS_IT_SHOULD_BE[verdict]}" for (what, verdict), number in _equal(found).items()]
+    lines += [
+        f"{comparison}: {count} {GOOD_VERDICTS[verdict]}" for (comparison, verdict), count in _equal(records).items()
+    ]
     return "\n".join(lines)
 
 
-def _equal(found: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
-    """Return how many rows are as they should be, by what was compared and the verdict."""
-    return Counter((row["what"], row["verdict"]) for row in found if row.get("verdict") in AS_IT_SHOULD_BE)
+def _equal(records: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
+    """Return the number of rows with a good verdict, by comparison and verdict."""
+    return Counter((row["what"], row["verdict"]) for row in records if row.get("verdict") in GOOD_VERDICTS)
 
 
 def found(name: str) -> list[tuple[Path, dict[str, Any], list[dict[str, Any]]]]:
-    """Return the tables of this name, one for each GPU that was measured, without those that have no quiet row."""
+    """Return the tables of a name, one per measured GPU, without tables that have only rows of a loaded machine."""
     paths = [path for path in sorted(RESULTS.glob(f"*/{name}.jsonl")) if not path.parent.name.endswith("-tiny")]
-    made = [(path, *read(path)) for path in paths]
-    return [one for one in made if one[2]]
+    sheets = [(path, *read(path)) for path in paths]
+    return [sheet for sheet in sheets if sheet[2]]
 
 
 def where(header: dict[str, Any]) -> str:
@@ -79,20 +82,22 @@ def where(header: dict[str, Any]) -> str:
     )
 
 
-def markdown(header: dict[str, Any], found: list[dict[str, Any]]) -> str:
+def markdown(header: dict[str, Any], records: list[dict[str, Any]]) -> str:
     """Return a table for a page."""
-    # What is as it should be is counted, not listed.
-    kinds, found = _equal(found), [row for row in found if row.get("verdict") not in AS_IT_SHOULD_BE]
+    # Good verdicts are counted, not listed.
+    kinds, records = _equal(records), [row for row in records if row.get("verdict") not in GOOD_VERDICTS]
     names = list(header["columns"].values())
     lines = ["| " + " | ".join(names) + " |", "|---" + "|---:" * (len(names) - 1) + "|"]
-    lines += ["| " + " | ".join(cells(header, row)) + " |" for row in found]
+    lines += ["| " + " | ".join(cells(header, row)) + " |" for row in records]
     noun = "methods" if names[0] == "method" else "answers"
-    said = "; ".join(f"{what}: {number} {noun} {AS_IT_SHOULD_BE[verdict]}" for (what, verdict), number in kinds.items())
-    return "\n".join([*([said, ""] if said else []), *lines])
+    counted = "; ".join(
+        f"{comparison}: {count} {noun} {GOOD_VERDICTS[verdict]}" for (comparison, verdict), count in kinds.items()
+    )
+    return "\n".join([*([counted, ""] if counted else []), *lines])
 
 
 def pages(names: tuple[str, ...]) -> str:
-    """Return all tables of these names, each in a fold under its title; nothing where no GPU was measured."""
+    """Return all tables of the given names, each in a collapsed section; empty without GPU results."""
     parts = []
     for name in names:
         for path, header, rows_ in found(name):

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the folder of wheels that travel to a machine without a network: what the project and its tests need, less what
-is there.
+"""Create the folder of wheels for a machine without network: requirements of the project and its tests that it lacks.
 
     python benchmarks/experiments/gpu/wheels.py --there .venv-gpu/bin/python
 
---there: a Python with the packages of that machine (rehearse.py makes one). Its pip says what it lacks; that is
-downloaded here. A wheel that is not pure Python is refused, since it would have to fit that machine's system.
+--there is a Python with the packages of that machine (rehearse.py creates one). Its pip reports the missing packages,
+which are downloaded here. Wheels that are not pure Python are rejected, because they depend on the machine's system.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-TESTS = ("pytest", "hypothesis", "cachetools")  # the last by what vLLM's plugin imports
+TESTS = ("pytest", "hypothesis", "cachetools")  # vLLM's plugin imports cachetools
 LIMIT = 20 * 2**20
 
 
 def required() -> list[str]:
-    """Return the requirements of the library and of the tests that run on a GPU."""
+    """Return the requirements of the library and of the tests on a GPU."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     transformers = next(one for one in project["optional-dependencies"]["hf"] if one.startswith("transformers"))
@@ -30,26 +29,26 @@ def required() -> list[str]:
 
 
 def lacking(python: str) -> list[str]:
-    """Return what pip would install there, as `name==version`."""
+    """Return the packages that pip would install there, as `name==version`."""
     report = pip(python, "install", "--dry-run", "--quiet", "--report", "-", *required())
-    found = [one["metadata"] for one in json.loads(report)["install"]]
-    return sorted(f"{one['name']}=={one['version']}" for one in found)
+    packages = [entry["metadata"] for entry in json.loads(report)["install"]]
+    return sorted(f"{package['name']}=={package['version']}" for package in packages)
 
 
-def pip(python: str, *given: str) -> str:
-    command = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", *given]
+def pip(python: str, *arguments: str) -> str:
+    command = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def check(folder: Path) -> str:
-    """Return the folder's size in words. Raises SystemExit if it is too large, or holds what is not pure Python."""
+    """Describe the folder's size. Raises SystemExit if it is too large or has wheels that are not pure Python."""
     files = sorted(folder.glob("*"))
-    if other := [one.name for one in files if not one.name.endswith("none-any.whl")]:
-        raise SystemExit(f"not pure Python: {', '.join(other)}; it would have to be built for that machine")
-    size = sum(one.stat().st_size for one in files)
+    if other := [file.name for file in files if not file.name.endswith("none-any.whl")]:
+        raise SystemExit(f"{', '.join(other)} is not pure Python and would have to be built for that machine.")
+    size = sum(file.stat().st_size for file in files)
     if size > LIMIT:
-        raise SystemExit(f"{folder} holds {size / 2**20:.1f} MiB; {LIMIT / 2**20:.0f} may travel")
-    return f"{len(files)} wheels, {size / 2**20:.2f} MiB: {', '.join(one.name for one in files)}"
+        raise SystemExit(f"{folder} has {size / 2**20:.1f} MiB, and the limit is {LIMIT / 2**20:.0f} MiB.")
+    return f"{len(files)} wheels, {size / 2**20:.2f} MiB: {', '.join(file.name for file in files)}"
 
 
 def main() -> None:
@@ -60,8 +59,8 @@ def main() -> None:
     for old in args.to.glob("*.whl"):
         old.unlink()
     if names := lacking(args.there):
-        given = ["--no-deps", "--only-binary=:all:", "--quiet", "--dest", str(args.to), *names]
-        pip(args.there, "download", *given)
+        arguments = ["--no-deps", "--only-binary=:all:", "--quiet", "--dest", str(args.to), *names]
+        pip(args.there, "download", *arguments)
     print(check(args.to))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What papers and their code call a number of tokens, and how many that are on average over the decoder's layers."""
+"""The meaning of token counts in papers and their code, and the average over the decoder's layers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from papers.tables import Table
 
 import tokenprune
 
-_OUTPUT = "what each cut layer hands on: the layer itself sees what reaches it"
-_SCHEDULE = "no number: the schedule that ships with it"
+_OUTPUT = "tokens after each cut layer; the layer itself has the tokens before the cut"
+_SCHEDULE = "none: the schedule of its code"
 
 
 @dataclass(frozen=True)
 class Count:
-    """A number as its authors use it, for 576 tokens and 32 layers.
+    """A paper's number for 576 tokens and 32 layers.
 
-    called: the number. counts: what it counts. cuts: (layer at whose input, tokens asked for) of each cut that their
-    code makes for it; () for one cut at the layer of the method here. options: under which the method here leaves as
-    many tokens at a cut as their code does.
+    Attributes:
+        method: Name of the method.
+        called: The paper's number.
+        counts: Meaning of the number.
+        cuts: (layer, tokens) for each cut of the authors' code: the layer at whose input it cuts, and its number.
+        options: Options with which our method keeps as many tokens at a cut as the authors' code.
     """
 
     method: str
@@ -33,23 +36,23 @@ class Count:
 
     @property
     def left(self) -> list[tuple[int, int]]:
-        """(layer, tokens from there on) for each cut, with what the code keeps beside what it asks for."""
-        method, count, found = tokenprune.method(self.method, **self.options), 576, []
+        """(layer, tokens from that layer on) for each cut, including tokens that the code keeps in addition."""
+        method, count, cuts = tokenprune.method(self.method, **self.options), 576, []
         for layer, asked in self.cuts:
             count = min(count, method.resolve_count(count, asked))
-            found.append((layer, count))
-        return found
+            cuts.append((layer, count))
+        return cuts
 
     @property
     def average(self) -> float:
         return average(self.left)
 
 
-# Cuts "after layer l" of a code are at the input of layer l + 1 here.
+# A cut "after layer l" in a paper's code is at the input of layer l + 1 here.
 COUNTS = (
-    *(Count("dart", str(n), "what is asked of the cut; it keeps 4 more", ((2, n),), {"exact": False}) for n in BUDGETS),
-    Count("fastv", "50 %", "what is removed at the cut (its own tables)", ((2, 288),)),
-    Count("fastv", "75 %", "what is removed at the cut (its own tables)", ((2, 144),)),
+    *(Count("dart", str(n), "tokens requested at the cut + 4", ((2, n),), {"exact": False}) for n in BUDGETS),
+    Count("fastv", "50 %", "tokens removed at the cut (its tables)", ((2, 288),)),
+    Count("fastv", "75 %", "tokens removed at the cut (its tables)", ((2, 144),)),
     *(
         Count("sparsevlm", str(n), f"{_OUTPUT}; merged tokens come on top (v1.5)",
               tuple(zip((3, 7, 16), kept, strict=True)), {"exact": False})
@@ -72,16 +75,21 @@ COUNTS = (
     Count("pyramiddrop", "270", "an average over layers (its own schedule)", ((8, 288), (16, 144), (24, 72))),
     Count("v2drop", "default", _SCHEDULE, ((3, 288), (17, 144), (22, 1))),
     Count("transprune", "High", _SCHEDULE, ((7, 504), (9, 360), (12, 72))),
-    Count("ivc_prune", "30 %", "what stays at the cut, and in the cache of all layers", ((16, 173),)),
+    Count("ivc_prune", "30 %", "tokens kept at the cut and in the cache of all layers", ((16, 173),)),
 )  # fmt: skip
 
 
 def table() -> Table:
-    """Return the tokens per layer, and their average, for each number of a paper."""
+    """Return the table of tokens per layer and their average for each number of a paper."""
     lines = [
-        [f"`{one.method}`", one.called, describe_type(one.left), f"{one.average:.1f} ({one.average / 576:.1%})"]
-        for one in COUNTS
-        if one.options.get("version") is None
+        [
+            f"`{count.method}`",
+            count.called,
+            describe_type(count.left),
+            f"{count.average:.1f} ({count.average / 576:.1%})",
+        ]
+        for count in COUNTS
+        if count.options.get("version") is None
     ]
     header = ["method", "paper's number", "tokens in the authors' code", "average over layers"]
     about = (

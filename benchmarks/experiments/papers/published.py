@@ -17,7 +17,7 @@ UNPATCHED = "unpatched"
 
 @dataclass(frozen=True)
 class Source:
-    """A table of a paper. proposes: the method that is the paper's own; its other rows are reruns of other methods."""
+    """A table of a paper. `proposes` is the paper's method; its other rows are reruns of other methods."""
 
     arxiv: str
     title: str
@@ -29,12 +29,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a source's table.
+    """A row of a source's table.
 
-    budget: the 192, 128 or 64 that it stands under (576: unpruned). means: what that counts, a key of
-    `Published.means`. tokens: what it really is, where that differs. values: a number for each benchmark. average:
-    percent of the unpruned model, printed by the source, over `sets` benchmarks where that is known. doubt: benchmark
-    -> why to doubt its number.
+    Attributes:
+        source: Name of the source.
+        method: Name of the method.
+        budget: The budget of its column: 192, 128 or 64 (576: unpruned).
+        means: Meaning of the budget, a key of `Published.means`.
+        values: Number for each benchmark.
+        average: Printed average, in percent of the unpruned model.
+        sets: Number of benchmarks in the average, if known.
+        tokens: Actual number of tokens, if it differs.
+        doubt: Reasons to doubt a benchmark's number.
+        note: Note for the reader.
     """
 
     source: str
@@ -51,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Published:
-    """All of the file. others: titles of methods that are not ours; other_sets: of benchmarks outside the table."""
+    """Contents of the file. `others` are titles of methods that we lack, `other_sets` benchmarks outside the table."""
 
     model: str
     note: str
@@ -62,13 +69,14 @@ class Published:
     left_out: tuple[tuple[str, str], ...]
     rows: tuple[Row, ...]
 
-    def of(self, method: str, budget: int | None = None) -> list[Row]:
-        """Return the rows of a method, in the order of the file."""
+    def get_rows(self, method: str, budget: int | None = None) -> list[Row]:
+        """Return the rows of a method in the order of the file."""
         return [row for row in self.rows if row.method == method and budget in (None, row.budget)]
 
     def unpruned(self, source: str) -> Mapping[str, float]:
-        """Return what a source prints for the unpruned model; empty where that is not known."""
-        return next((row.values for row in self.of(UNPATCHED) if row.source == source), MappingProxyType({}))
+        """Return the numbers of a source for the unpruned model, empty if unknown."""
+        unpatched = self.get_rows(UNPATCHED)
+        return next((row.values for row in unpatched if row.source == source), MappingProxyType({}))
 
 
 @cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison: what papers print beside what was measured, as tables for Markdown and HTML."""
+"""Tables that compare published with measured numbers, for Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from papers.published import BUDGETS, UNPATCHED, Published, Row, published
 from papers.sets import SETS
 from papers.settings import Setting, settings
 
-MARK = 1.0  # points: a larger difference is marked
+MARK = 1.0  # larger differences in points are bold
 _EMPTY = ""
-_TITLES = tuple(one.title for one in SETS.values())
+_TITLES = tuple(benchmark.title for benchmark in SETS.values())
 _MEANS = ("mean of these, %", "average as printed, %")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are Markdown (`**bold**`, `` `code` ``). about: a line above the table."""
+    """A table. Cells are Markdown (`**bold**`, `` `code` ``), and `about` is a line above the table."""
 
     title: str
     header: Sequence[str]
@@ -31,49 +31,50 @@ class Table:
 
 
 def comparison(measured: Mapping[str, Measured] | None = None) -> list[Table]:
-    """Return all tables with a place for the reader's numbers, filled in where `measured` (setting -> benchmark ->
-    number) has them."""
+    """Return all tables, with measured numbers from `measured` (setting -> benchmark -> number)."""
     measured = measured or {}
     published_ones = _with_published_numbers()
-    others = list(dict.fromkeys(one.method for one in settings() if one.method not in published_ones))
+    others = list(dict.fromkeys(setting.method for setting in settings() if setting.method not in published_ones))
     return [*beside_published(measured), _alone(others, measured)]
 
 
 def beside_published(measured: Mapping[str, Measured] | None = None) -> list[Table]:
-    """Return the tables of the methods of which papers print numbers."""
+    """Return the tables of the methods with published numbers."""
     return [_beside(published(), name, measured or {}) for name in _with_published_numbers()]
 
 
 def _with_published_numbers() -> list[str]:
-    return [name for name in dict.fromkeys(one.method for one in settings()) if published().of(name)]
+    return [name for name in dict.fromkeys(setting.method for setting in settings()) if published().get_rows(name)]
 
 
 def _beside(data: Published, method: str, measured: Mapping[str, Measured]) -> Table:
-    """One method: a line for each benchmark, a column for each source, and one for the reader beside them."""
+    """Return a method's table: a line per benchmark, a column per source, and columns for measured numbers."""
     columns: list[tuple[str, list[str]]] = []
     for budget in (576,) if method == UNPATCHED else BUDGETS:
-        rows = data.of(method, budget)
+        rows = data.get_rows(method, budget)
         columns += [(f"{budget} [{row.source}]", _printed(row)) for row in rows]
-        for one in (one for one in settings() if (one.method, one.budget) == (method, budget)):
-            what = {"average": ", average", "cut": ", at the cut"}.get(one.means, "") if len(_runs(method)) > 3 else ""
-            columns.append((f"{budget} yours{what}", _own(data, rows, one, measured)))
+        for setting in (setting for setting in settings() if (setting.method, setting.budget) == (method, budget)):
+            suffix = (
+                {"average": ", average", "cut": ", at the cut"}.get(setting.means, "") if len(_runs(method)) > 3 else ""
+            )
+            columns.append((f"{budget} yours{suffix}", _own(data, rows, setting, measured)))
     names = [*_TITLES, *_MEANS]
     header = ["", *(title for title, _ in columns)]
-    lines = [[name, *(cells[place] for _, cells in columns)] for place, name in enumerate(names)]
+    lines = [[name, *(cells[index] for _, cells in columns)] for index, name in enumerate(names)]
     return Table(method, header, lines, _about(method, data))
 
 
 def _runs(method: str) -> list[Setting]:
-    return [one for one in settings() if one.method == method]
+    return [setting for setting in settings() if setting.method == method]
 
 
 def _about(method: str, data: Published) -> str:
     if method == UNPATCHED:
         return "Differences are in points, from the closest of the published numbers; of MME, in percent of its 2800."
-    rows = data.of(method)
+    rows = data.get_rows(method)
     counts = "; ".join(f"[{name}] {_meaning(data, name, rows)}" for name in dict.fromkeys(row.source for row in rows))
     runs = "; ".join(
-        f"{one.budget}{' at the cut' if one.means == 'cut' else ''}: keep={one.keep}" for one in _runs(method)
+        f"{run.budget}{' at the cut' if run.means == 'cut' else ''}: keep={run.keep}" for run in _runs(method)
     )
     notes = [f"{row.note}" for row in rows if row.note]
     notes += [f"? {SETS[key].title} at {row.budget}: {why}." for row in rows for key, why in row.doubt.items()]
@@ -87,7 +88,7 @@ def _meaning(data: Published, source: str, rows: Sequence[Row]) -> str:
 
 
 def _printed(row: Row) -> list[str]:
-    # As printed, not rounded: MME's totals have a decimal in some papers and none in others.
+    # As printed: MME's totals have a decimal in some papers only.
     values = {key: f"{value:g}" if key == "mme" else f"{value:.1f}" for key, value in row.values.items()}
     cells = [f"{values[key]}{'?' if key in row.doubt else ''}" if key in values else _EMPTY for key in SETS]
     mean = _relative_mean(row.values, published().unpruned(row.source))
@@ -95,17 +96,17 @@ def _printed(row: Row) -> list[str]:
     return [*cells, _EMPTY if mean is None else f"{mean:.1f}", average]
 
 
-def _own(data: Published, rows: Sequence[Row], one: Setting, measured: Mapping[str, Measured]) -> list[str]:
-    """The cells of one setting; empty where nothing was measured."""
-    mine, base = measured.get(one.name, {}), measured.get(UNPATCHED, {})
-    comparable = [row for row in rows if one.means == "input" or row.means in (one.means, "not stated")]
+def _own(data: Published, rows: Sequence[Row], setting: Setting, measured: Mapping[str, Measured]) -> list[str]:
+    """Return the cells of a setting, empty where it has no measurement."""
+    mine, base = measured.get(setting.name, {}), measured.get(UNPATCHED, {})
+    comparable = [row for row in rows if setting.means == "input" or row.means in (setting.means, "not stated")]
     cells = []
     for key in SETS:
         if key not in mine:
             cells.append(_EMPTY)
             continue
         gaps = [gap for row in comparable if (gap := _gap(data, key, row, mine, base)) is not None]
-        if one.method == UNPATCHED:
+        if setting.method == UNPATCHED:
             gaps = sorted(gaps, key=abs)[:1]
         cells.append(_filled(_number(key, mine[key]), gaps))
     return [*cells, *_means(data, comparable, mine, base)]
@@ -125,8 +126,11 @@ def _means(data: Published, rows: Sequence[Row], mine: Measured, base: Measured)
 
 
 def _gap(data: Published, key: str, row: Row, mine: Measured, base: Measured) -> float | None:
-    """Points between what was measured and what is published: of the percentages of the unpruned model, which other
-    splits and prompts move least; for the unpruned model itself, of the numbers."""
+    """Return the difference in points between measured and published numbers.
+
+    Percentages of the unpruned model are compared, because other splits and prompts affect them least. For the unpruned
+    model, the numbers are compared.
+    """
     if key not in row.values:
         return None
     if row.method == UNPATCHED:
@@ -138,7 +142,7 @@ def _gap(data: Published, key: str, row: Row, mine: Measured, base: Measured) ->
 
 
 def _relative_mean(values: Mapping[str, float], base: Mapping[str, float]) -> float | None:
-    """Percent of the unpruned model, averaged over the benchmarks of the table."""
+    """Return the percentage of the unpruned model, averaged over the table's benchmarks."""
     shared = [100 * values[key] / base[key] for key in SETS if key in values and base.get(key)]
     return fmean(shared) if shared else None
 
@@ -150,32 +154,32 @@ def _number(key: str, value: float) -> str:
 def _filled(value: str, gaps: Sequence[float]) -> str:
     if not gaps:
         return value
-    gaps = [round(gap, 1) + 0.0 for gap in gaps]  # never "-0.0"
-    told = f"{value} ({', '.join(f'{gap:+.1f}' for gap in gaps)})"
-    return f"**{told}**" if any(abs(gap) > MARK for gap in gaps) else told
+    gaps = [round(gap, 1) + 0.0 for gap in gaps]  # avoids "-0.0"
+    text = f"{value} ({', '.join(f'{gap:+.1f}' for gap in gaps)})"
+    return f"**{text}**" if any(abs(gap) > MARK for gap in gaps) else text
 
 
 def _alone(methods: Sequence[str], measured: Mapping[str, Measured]) -> Table:
-    """Methods of which nothing is published at these budgets: a line for each setting."""
+    """Return the table of methods without published numbers, with a line per setting."""
     base = measured.get(UNPATCHED, {})
     lines = []
-    for one in (one for one in settings() if one.method in methods):
-        mine = measured.get(one.name, {})
+    for setting in (setting for setting in settings() if setting.method in methods):
+        mine = measured.get(setting.name, {})
         row = [_number(key, mine[key]) if key in mine else _EMPTY for key in SETS]
         mean = _relative_mean(mine, base)
-        lines.append([f"`{one.method}`", str(one.budget), *row, _EMPTY if mean is None else f"{mean:.1f}"])
+        lines.append([f"`{setting.method}`", str(setting.budget), *row, _EMPTY if mean is None else f"{mean:.1f}"])
     header = ["yours", "tokens", *_TITLES, _MEANS[0]]
-    return Table("Without published numbers", header, lines, "Nothing is published for these at these budgets.")
+    return Table("Without published numbers", header, lines, "Papers print no numbers for these methods and budgets.")
 
 
 def summary() -> Table:
-    """Return the averages that papers print for each method and budget, one row per source."""
+    """Return the published averages of each method and budget, one row per source."""
     data = published()
     titles = {name: f"`{name}`" for name in _with_published_numbers() if name != UNPATCHED} | dict(data.others)
     lines = []
     for method, title in titles.items():
-        for source in dict.fromkeys(row.source for row in data.of(method)):
-            by_budget = {row.budget: row for row in data.of(method) if row.source == source}
+        for source in dict.fromkeys(row.source for row in data.get_rows(method)):
+            by_budget = {row.budget: row for row in data.get_rows(method) if row.source == source}
             if any(row.average is not None for row in by_budget.values()):
                 counts = "/".join(dict.fromkeys(row.means for row in by_budget.values()))
                 cells = [_average(by_budget.get(budget)) for budget in BUDGETS]
@@ -185,7 +189,7 @@ def summary() -> Table:
 
 
 def _average(row: Row | None) -> str:
-    """Return the printed average with its number of benchmarks, if known."""
+    """Return the printed average and, if known, its number of benchmarks."""
     if row is None or row.average is None:
         return _EMPTY
     return f"{row.average:.1f}{f' ({row.sets})' if row.sets else ''}"
@@ -194,16 +198,22 @@ def _average(row: Row | None) -> str:
 def tasks() -> Table:
     """Return the task and the metrics of each benchmark."""
     lines = [
-        [one.title, f"`{one.tasks[0]}`", " + ".join(f"`{metric}`" for metric in one.metrics)] for one in SETS.values()
+        [benchmark.title, f"`{benchmark.tasks[0]}`", " + ".join(f"`{metric}`" for metric in benchmark.metrics)]
+        for benchmark in SETS.values()
     ]
     return Table("Benchmarks", ["", "task", "metric"], lines)
 
 
 def sources() -> Table:
-    """Return the papers, the version that was read, and notes."""
+    """Return the papers, the versions used, and notes."""
     lines = [
-        [f"[{name}]", f"[{one.arxiv}](https://arxiv.org/abs/{one.arxiv})", f"{one.version}, {one.table}", one.note]
-        for name, one in published().sources.items()
+        [
+            f"[{name}]",
+            f"[{source.arxiv}](https://arxiv.org/abs/{source.arxiv})",
+            f"{source.version}, {source.table}",
+            source.note,
+        ]
+        for name, source in published().sources.items()
     ]
     return Table("Sources", ["source", "arXiv", "version, table", "notes"], lines)
 
@@ -217,7 +227,7 @@ def to_markdown(table: Table, level: int = 3) -> str:
 
 
 def to_html(tables: Sequence[Table], title: str, notes: Sequence[str]) -> str:
-    """Return one page that loads nothing from elsewhere."""
+    """Return a self-contained HTML page."""
     style = (
         "body{font:14px/1.5 sans-serif;margin:2em auto;max-width:75em;padding:0 1em}div{overflow-x:auto}"
         "table{border-collapse:collapse}"

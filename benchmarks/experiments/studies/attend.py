@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do answers that read a part of a session stay right? `ask(attend=)` on demo_smol's held-out questions.
+"""Measure the accuracy of session answers that read a part of the cache: `ask(attend=)` on demo_smol's questions.
 
-    python benchmarks/experiments/studies/attend.py    # about 10 minutes of one thread; no time is measured
+    python benchmarks/experiments/studies/attend.py    # about 10 minutes on one thread; no times are measured
 
-A session sees an image of 576 tokens and is asked its questions whose answer has three tokens or more, once at each
-share. `same`: answers that are those of the whole cache. `drawn` reads as many tokens that are drawn at random. The
-first token reads everything at any share.
+A session sees an image of 576 tokens. It is asked the questions with answers of three or more tokens, once at each
+share. `same` compares with the answers from the full cache. `drawn` reads random tokens instead of the most attended.
+The first answer token reads the full cache at any share. The raw file is results/attend.jsonl.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARES = (1.0, 0.25, 0.11, 0.03, 0.01)
 
 @contextmanager
 def drawn() -> Iterator[None]:
-    """Have answers read entries that are drawn in the place of those that the question attends to."""
+    """Let answers read random entries instead of the most attended ones."""
     draw = torch.Generator().manual_seed(0)
 
     def select(policy: Any, view: tokenprune.sessions.PolicyView, keep: int) -> torch.Tensor:
@@ -50,9 +50,9 @@ def drawn() -> Iterator[None]:
         yield
 
 
-def bits(found: list[bool]) -> str:
-    """Return one 0 or 1 for each answer."""
-    return "".join(str(int(one)) for one in found)
+def bits(flags: list[bool]) -> str:
+    """Return a string with one 0 or 1 per answer."""
+    return "".join(str(int(flag)) for flag in flags)
 
 
 def main() -> None:
@@ -66,29 +66,29 @@ def main() -> None:
     ways = [(share, how) for share in SHARES for how in ("attended", "drawn")[: 1 if share == 1 else 2]]
     right: dict[Any, list[bool]] = {way: [] for way in ways}
     same: dict[Any, list[bool]] = {way: [] for way in ways}
-    for _, of_image in groupby(examples, key=lambda one: one.path):
+    for _, of_image in groupby(examples, key=lambda example: example.path):
         questions = list(of_image)
         session = tokenprune.sessions.session(subject.model, subject.processor, memory=4096).see([questions[0].image])
-        for one in questions:
-            whole = session.ask(one.question, max_new_tokens=32, return_dict=True)
-            if len(whole.ids) < 4:  # with the end
+        for example in questions:
+            unpruned = session.ask(example.question, max_new_tokens=32, return_dict=True)
+            if len(unpruned.ids) < 4:  # including the end token
                 continue
             for way in ways:
                 with drawn() if way[1] == "drawn" else nullcontext():
-                    answer = session.ask(one.question, attend=way[0], max_new_tokens=32)
-                right[way].append(ending(answer.rstrip("."), one.answer) == 1)
-                same[way].append(answer == whole.text)
+                    answer = session.ask(example.question, attend=way[0], max_new_tokens=32)
+                right[way].append(ending(answer.rstrip("."), example.answer) == 1)
+                same[way].append(answer == unpruned.text)
     records: list[dict[str, Any]] = []
     table = Table(title=f"{len(right[ways[0]])} questions")
     for column in ("share read", "chosen by", "right", "95 %", "same"):
         table.add_column(column)
-    for (share, how), found in right.items():
-        low, high = wilson(sum(found), len(found))
-        answers = {"right": bits(found), "same": bits(same[share, how])}
+    for (share, how), flags in right.items():
+        low, high = wilson(sum(flags), len(flags))
+        answers = {"right": bits(flags), "same": bits(same[share, how])}
         records.append({"record": "attend", "attend": share, "how": how, **answers})
-        same_share = sum(same[share, how]) / len(found)
+        same_share = sum(same[share, how]) / len(flags)
         table.add_row(
-            f"{share:g}", how, f"{sum(found) / len(found):.1%}", f"{low:.1%} to {high:.1%}", f"{same_share:.1%}"
+            f"{share:g}", how, f"{sum(flags) / len(flags):.1%}", f"{low:.1%} to {high:.1%}", f"{same_share:.1%}"
         )
     get_console().print(table)
     about = header(torch.device("cpu"), code=code_version(), model="demo_smol", images=args.images)

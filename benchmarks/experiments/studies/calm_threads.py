@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let OpenMP's threads sleep while they wait, as experiments/calm_threads.py does; and let the studies import what the
-scripts beside them share."""
+"""Let waiting OpenMP threads sleep, and put the modules in benchmarks/experiments on the path of the studies."""
 
 import sys
 from pathlib import Path

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a combination of known ideas beat the best published method at equal cost, without training?
+"""Test whether combinations of known ideas beat the best published method at equal cost, without training.
 
-    python experiments/studies/combinations.py    # a quarter of demo_smol's held-out images; goes on where it stopped
+    python experiments/studies/combinations.py    # a quarter of demo_smol's held-out images; continues an existing file
 
-Each combination is a method of a few lines, and acts where `divprune` and `scope` do, at the same cost. It is held
-against the best published method here by a one-sided McNemar test; one below .05 would have been asked about the other
-images, and on another model.
+Each combination is a method of a few lines that acts at the decoder's entry, as `divprune` and `scope`. It is compared
+with the best published method by a one-sided McNemar test. With p below .05, it would have been tested on the remaining
+images and on another model. The raw file is results/combinations.jsonl.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ PAPER = "none (a study)"
 
 
 def asked(tokens: VisualTokens) -> Tensor:
-    """float32 `[S, N]`: how much more a token is like one word of the question than the image's tokens are on average;
-    the best word counts."""
+    """Return scores, float32, shape (segments, tokens): similarity to the best word of the question.
+
+    The mean similarity of the image's tokens to the word is subtracted.
+    """
     text, mask = tokens.text, tokens.mask
     if not text.mask.shape[1]:
         return mask.float()
@@ -58,13 +60,13 @@ def asked(tokens: VisualTokens) -> Tensor:
 
 
 def covering(tokens: VisualTokens, factor: Tensor) -> Tensor:
-    """Return the picks, bool `[S, N]`, that cover the image best, each gain multiplied by `factor` `[S, N]`."""
+    """Return a mask, shape (segments, tokens), of tokens that cover the image best. `factor` weights the gains."""
     relation = Relation(cosine_products(tokens.hidden, tokens.mask))
     return greedy_cover([relation], tokens.mask, tokens.budget, max(tokens.keep), factor)
 
 
 def merged(tokens: VisualTokens, keep: Tensor) -> Selection:
-    """Merge each token that does not stay into the one of `keep` that is most like it."""
+    """Merge each dropped token into the most similar token of `keep`."""
     cosine = cosines(tokens.hidden, mask=tokens.mask).masked_fill(~keep.unsqueeze(1), -torch.inf)
     assign = torch.where(keep, torch.arange(keep.shape[1]), cosine.argmax(2)).masked_fill(~tokens.mask, -1)
     return Selection(keep, assign, counts=tokens.keep)
@@ -73,7 +75,7 @@ def merged(tokens: VisualTokens, keep: Tensor) -> Selection:
 @register("cover_merge", site=Site.PRE_LLM, needs=("encoder_attention",), paper=PAPER, merges=True)
 @dataclass(frozen=True)
 class CoverMerge(Pruner):
-    """`scope`'s picks, each the mean of all tokens that are most like it."""
+    """Select as `scope`, and merge all other tokens into the most similar selected token."""
 
     def select(self, tokens: VisualTokens) -> Selection:
         return merged(tokens, covering(tokens, rescale(compute_saliency(tokens), tokens.mask, 1e-6)))
@@ -82,7 +84,7 @@ class CoverMerge(Pruner):
 @register("cover_asked", site=Site.PRE_LLM, paper=PAPER)
 @dataclass(frozen=True)
 class CoverAsked(Pruner):
-    """Coverage, with likeness to a word of the question in place of `scope`'s saliency."""
+    """Coverage weighted by similarity to a word of the question instead of `scope`'s saliency."""
 
     def select(self, tokens: VisualTokens) -> Selection:
         return Selection(covering(tokens, rescale(asked(tokens), tokens.mask, 0.05)), counts=tokens.keep)
@@ -91,7 +93,7 @@ class CoverAsked(Pruner):
 @register("cover_both", site=Site.PRE_LLM, needs=("encoder_attention",), paper=PAPER)
 @dataclass(frozen=True)
 class CoverBoth(Pruner):
-    """Coverage, with the product of `scope`'s saliency and likeness to a word of the question."""
+    """Coverage weighted by the product of `scope`'s saliency and similarity to a word of the question."""
 
     def select(self, tokens: VisualTokens) -> Selection:
         salient = rescale(compute_saliency(tokens), tokens.mask, 1e-6)
@@ -101,7 +103,7 @@ class CoverBoth(Pruner):
 @register("half_asked", site=Site.PRE_LLM, paper=PAPER)
 @dataclass(frozen=True)
 class HalfAsked(Pruner):
-    """Half by likeness to a word of the question; of the rest, what differs most from each other (`divprune`)."""
+    """Half of the budget by similarity to a word of the question, the other half by `divprune`."""
 
     def select(self, tokens: VisualTokens) -> Selection:
         half = tokens.budget // 2
@@ -113,7 +115,7 @@ class HalfAsked(Pruner):
 @register("pool_distinct", site=Site.PRE_LLM, paper=PAPER, merges=True)
 @dataclass(frozen=True)
 class PoolDistinct(Pruner):
-    """A quarter of the budget as means of rectangles, so that no part is empty; the rest by `divprune`."""
+    """A quarter of the budget as means of rectangles that cover the image, the rest by `divprune`."""
 
     def select(self, tokens: VisualTokens) -> Selection:
         size = tokens.mask.shape
@@ -133,19 +135,22 @@ def ask(out: Path, threads: int) -> None:
     """Ask the baselines, the published methods and the combinations about images 1, 5, 9 ... of demo_smol."""
     torch.set_num_threads(threads)
     subject = load_model("demo_smol", device="cpu", dtype="bfloat16")
-    questions: list[Any] = [one for one in load_heldout(folder=subject.heldout) if one.index % 4 == 1]
+    questions: list[Any] = [example for example in load_heldout(folder=subject.heldout) if example.index % 4 == 1]
     plan = BenchPlan((*PUBLISHED, *COMBINATIONS), (0.25, 0.11), batch_size=16, repeats=0, seeds=(0,))
     with show_progress() as step, Rows(out, Bench(subject, plan, questions=questions).header()) as rows:
         list(Bench(subject, plan, step, questions=questions, folder=rows).records())
 
 
 def table(path: Path) -> Table:
-    """Return what is right of each method, and of a combination how likely it is to beat the best published one by
-    chance alone."""
+    """Return the accuracy of each method, and the p-values of the combinations against the best published method."""
     results = summarise(read_records(path))
     table = Table("method", "keep", "right, %", "p against the best published")
     for keep in (0.25, 0.11):
-        right = {name: interleave_seeds(one.right) for (name, at), one in results.answers.items() if at == keep}
+        right = {
+            name: interleave_seeds(answers.right)
+            for (name, answer_keep), answers in results.answers.items()
+            if answer_keep == keep
+        }
         best = max(PUBLISHED, key=lambda name: sum(map(int, right[name])))
         for row in (row for row in results.rows[1:] if row.keep == keep):
             share = row.overall

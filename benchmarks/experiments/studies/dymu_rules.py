@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far `dymu` is from its authors' code, rule by rule: thresholds, tokens that are left, merges in each block.
+"""Compare `dymu` with the rules of its authors' code: thresholds, kept tokens, and merges per block.
 
     python benchmarks/experiments/studies/dymu_rules.py           # print the tables
     python benchmarks/experiments/studies/dymu_rules.py --page    # write them into docs/results/methods.md
 
-Both sets of rules are plain loops over images in float64, written from a description of the authors' code, on the demo
-model's tower and the held-out images: as it is, without its class token, and without it on 15 x 15 patches, an odd
-number. The first half of the images calibrates, as one batch; the other half is merged by the thresholds.
+Both sets of rules are plain loops over images in float64, written from a description of the authors' code. They run on
+the demo model's tower and the held-out images: unchanged, without class token, and without it on 15 x 15 patches (an
+odd number). The first half of the images calibrates the thresholds as one batch, which then merge the other half.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ PAGE = Path(__file__).parents[3] / "docs" / "results" / "methods.md"
 BEGIN, END = "<!-- rules:begin (benchmarks/experiments/studies/dymu_rules.py --page) -->", "<!-- rules:end -->"
 KEEPS = (0.5, 0.25)
 IMAGES = 64
-# What the authors merge by linear schedules: of CLIP-L's 576 patches in 24 blocks (LLaVA reads 23), SigLIP-B's in 12.
+# Total merges of the authors' linear schedules: of CLIP-L's 576 patches in 24 blocks (LLaVA reads 23), and SigLIP-B's
+# in 12.
 TOTALS = (504, 384)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the authors' code does and this library does not; all False are the library's rules.
+    """Rules of the authors' code that differ from this library. With all False, the rules are the library's.
 
-    reorder: an image that merges nothing has its tokens reordered too, A before B. epsilon: means are divided by the
-    size + 1e-4. over_half: of an odd number of tokens more than half may merge. by_similarity: without a class token
-    what is left of A comes in order of falling similarity, not of place.
+    Attributes:
+        reorder: Reorder the tokens of images without merges, too: set A before set B.
+        epsilon: Divide means by size + 1e-4.
+        over_half: Allow more than half of an odd number of tokens to merge.
+        by_similarity: Without a class token, order the remaining tokens of A by decreasing similarity.
     """
 
     reorder: bool = False
@@ -50,24 +53,25 @@ class Rules:
 
 
 OURS = Rules()
-BATCH = Rules(reorder=True, epsilon=True, over_half=True)  # in calibration, and for several images at once
-ALONE = Rules(by_similarity=True)  # for one image
+BATCH = Rules(reorder=True, epsilon=True, over_half=True)  # for calibration and batches of images
+ALONE = Rules(by_similarity=True)  # for a single image
 
 
 class Merged:
-    """One image on its way through a tower, `[n, C]` float64. protected: class tokens in front."""
+    """State of one image in a tower, float64, shape (tokens, hidden), with `protected` class tokens in front."""
 
     def __init__(self, x: Tensor, protected: int) -> None:
         self.x, self.protected, self.size = x, protected, torch.ones(len(x), dtype=torch.double)
 
     def attend(self, block: nn.Module) -> tuple[Tensor, Tensor]:
-        """Add the attention; return for each token of A but the class token its best cosine to one of B, and which."""
-        at, h = block.self_attn, block.layer_norm1(self.x)
+        """Add the attention. Return the best cosine of each token of A (without class token) to B, and its partner."""
+        attention, h = block.self_attn, block.layer_norm1(self.x)
         q, k, v = (
-            p(h).view(len(h), at.num_heads, -1).transpose(0, 1) for p in (at.q_proj, at.k_proj, at.v_proj)
+            project(h).view(len(h), attention.num_heads, -1).transpose(0, 1)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )  # fmt: skip
         logits = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5 + self.size.log()
-        self.x = self.x + at.out_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        self.x = self.x + attention.out_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
         keys = nn.functional.normalize(k.mean(0), dim=-1)
         best, partner = (keys[::2] @ keys[1::2].T).max(dim=1)
         return best[self.protected :], partner[self.protected :]  # at most one class token, which is in A
@@ -76,18 +80,18 @@ class Merged:
         sources = (len(self.x) + 1) // 2 - self.protected
         return sources if rules.over_half else min(sources, (len(self.x) - self.protected) // 2)
 
-    def finish(self, block: nn.Module, best: Tensor, partner: Tensor, number: int, rules: Rules) -> None:
-        """Merge the `number` best pairs, and add the MLP."""
-        if number or rules.reorder:
-            order = best.argsort(descending=True, stable=True) + self.protected  # places in A
-            gone, rest = order[:number], order[number:]
+    def finish(self, block: nn.Module, best: Tensor, partner: Tensor, count: int, rules: Rules) -> None:
+        """Merge the `count` best pairs, and add the MLP."""
+        if count or rules.reorder:
+            order = best.argsort(descending=True, stable=True) + self.protected  # indices in A
+            sources, rest = order[:count], order[count:]
             if not rules.by_similarity or self.protected:
                 rest = rest.sort().values
             rest = torch.cat([torch.arange(self.protected), rest])
             weighted, size = self.x * self.size[:, None], self.size
-            into = partner[gone - self.protected]
-            total = weighted[1::2].index_add(0, into, weighted[::2][gone])
-            each = size[1::2].index_add(0, into, size[::2][gone])
+            targets = partner[sources - self.protected]
+            total = weighted[1::2].index_add(0, targets, weighted[::2][sources])
+            each = size[1::2].index_add(0, targets, size[::2][sources])
             weighted, self.size = torch.cat([weighted[::2][rest], total]), torch.cat([size[::2][rest], each])
             self.x = weighted / (self.size + (1e-4 if rules.epsilon else 0))[:, None]
         self.x = self.x + block.mlp(block.layer_norm2(self.x))
@@ -96,42 +100,45 @@ class Merged:
 @torch.no_grad()
 def calibrated(blocks: Sequence[nn.Module], images: Sequence[Tensor], protected: int, plan: Sequence[int],
                rules: Rules) -> list[float]:  # fmt: skip
-    """Return each block's threshold: the best pairs of the batch merge, `plan` of them an image; the next one is it."""
-    batch, found = [Merged(x, protected) for x in images], []
-    for block, number in zip(blocks, plan, strict=True):
-        seen = [one.attend(block) for one in batch]
+    """Return each block's threshold: the next score after `plan` merges per image on average."""
+    batch, thresholds = [Merged(x, protected) for x in images], []
+    for block, count in zip(blocks, plan, strict=True):
+        matches = [image.attend(block) for image in batch]
         edges = [
             (float(score), row)
-            for row, (best, _) in enumerate(seen)
+            for row, (best, _) in enumerate(matches)
             for score in best.sort(descending=True).values[: batch[row].most(rules)]
         ]
         edges.sort(key=lambda edge: -edge[0])
-        total = min(number * len(batch), len(edges))
-        found.append((max(0.0, edges[total][0]) if total < len(edges) else 0.0) if number else 1.0)
-        for row, (one, (best, partner)) in enumerate(zip(batch, seen, strict=True)):
-            merges = sum(of == row for _, of in edges[:total])
-            one.finish(block, best, partner, merges, rules if number else replace(rules, reorder=False, epsilon=False))
-    return found
+        total = min(count * len(batch), len(edges))
+        thresholds.append((max(0.0, edges[total][0]) if total < len(edges) else 0.0) if count else 1.0)
+        for row, (image, (best, partner)) in enumerate(zip(batch, matches, strict=True)):
+            merges = sum(edge_row == row for _, edge_row in edges[:total])
+            image.finish(block, best, partner, merges, rules if count else replace(rules, reorder=False, epsilon=False))
+    return thresholds
 
 
 @torch.no_grad()
 def left(blocks: Sequence[nn.Module], images: Sequence[Tensor], protected: int, thresholds: Sequence[float],
          rules: Rules) -> list[int]:  # fmt: skip
-    """Return how many tokens of each image the thresholds leave."""
-    numbers = []
+    """Return the number of tokens of each image that the thresholds keep."""
+    counts = []
     for x in images:
-        one = Merged(x, protected)
+        image = Merged(x, protected)
         for block, threshold in zip(blocks, thresholds, strict=True):
-            best, partner = one.attend(block)
-            above = min(int((best > threshold).sum()), one.most(rules)) if threshold < 1 else 0
-            one.finish(block, best, partner, above, rules)
-        numbers.append(len(one.x) - protected)
-    return numbers
+            best, partner = image.attend(block)
+            above = min(int((best > threshold).sum()), image.most(rules)) if threshold < 1 else 0
+            image.finish(block, best, partner, above, rules)
+        counts.append(len(image.x) - protected)
+    return counts
 
 
 def authors_schedule(total: int, blocks: int) -> list[int]:
-    """Return how many tokens each block merges by the authors' linear schedule: it begins at twice the mean, rounded
-    down, and falls by equal steps, each count rounded down, until `total` is reached; the blocks behind merge none."""
+    """Return the merges per block of the authors' linear schedule.
+
+    It starts at twice the mean and decreases by equal steps, all rounded down, until the sum is `total`. Later blocks
+    merge nothing.
+    """
     first, counts = 2 * total // blocks, []
     for block in range(blocks):
         counts.append(min(int(first - block * first / blocks), total - sum(counts)))
@@ -139,7 +146,7 @@ def authors_schedule(total: int, blocks: int) -> list[int]:
 
 
 def inputs(side: int | None, class_token: bool) -> tuple[Sequence[nn.Module], list[Tensor], int]:
-    """The demo tower's blocks, and what enters the first one of them for each held-out image."""
+    """Return the demo tower's blocks, the input of the first block for each held-out image, and the class tokens."""
     from PIL import Image
 
     from tokenprune_bench.profiling.model import load_model
@@ -149,20 +156,20 @@ def inputs(side: int | None, class_token: bool) -> tuple[Sequence[nn.Module], li
     tower: Any = copy.deepcopy(subject.model.model.vision_tower).double()
     tower = getattr(tower, "vision_model", tower)
     paths = sorted({example.path for example in load_heldout()})
-    paths = [paths[place * len(paths) // IMAGES] for place in range(IMAGES)]
+    paths = [paths[index * len(paths) // IMAGES] for index in range(IMAGES)]
     pixels = subject.processor.image_processor(images=[Image.open(path).convert("RGB") for path in paths],
                                                return_tensors="pt")["pixel_values"].double()  # fmt: skip
     with torch.no_grad():
         embedded = tower.pre_layrnorm(tower.embeddings(pixels))
     if not class_token:
         embedded = embedded[:, 1:]
-        whole = int(embedded.shape[1] ** 0.5)
-        embedded = embedded.unflatten(1, (whole, whole))[:, :side, :side].flatten(1, 2)
+        grid_side = int(embedded.shape[1] ** 0.5)
+        embedded = embedded.unflatten(1, (grid_side, grid_side))[:, :side, :side].flatten(1, 2)
     return tower.encoder.layers, list(embedded), int(class_token)
 
 
 def thresholds_table(keeps: Sequence[float] = KEEPS, count: int = IMAGES) -> str:
-    """Return the table of what the rules change, as Markdown."""
+    """Return the Markdown table of the effects of the rules."""
     lines = [
         "| tower | keep | thresholds: reordering | + 1e-4 | over half | all three "
         "| kept, tokenprune | kept, authors, one image | kept, authors, batch |",
@@ -176,22 +183,24 @@ def thresholds_table(keeps: Sequence[float] = KEEPS, count: int = IMAGES) -> str
         shape = Tower(len(images[0]), protected, len(blocks), len(blocks))
         for keep in keeps:
             plan = count_merges(shape, round(keep * shape.patches), "constant")
-            own = calibrated(blocks, first, protected, plan, OURS)
-            apart = []
-            for rules in (*(Rules(**{one.name: True}) for one in fields(Rules)[:3]), BATCH):
+            thresholds = calibrated(blocks, first, protected, plan, OURS)
+            differences = []
+            for rules in (*(Rules(**{rule.name: True}) for rule in fields(Rules)[:3]), BATCH):
                 theirs = calibrated(blocks, first, protected, plan, rules)
-                apart.append(max(abs(a - b) for a, b in zip(own, theirs, strict=True)))
-            numbers = [
+                differences.append(max(abs(a - b) for a, b in zip(thresholds, theirs, strict=True)))
+            mean_counts = [
                 sum(left(blocks, others, protected, taus, rules)) / len(others)
-                for taus, rules in ((own, OURS), (theirs, ALONE), (theirs, BATCH))
+                for taus, rules in ((thresholds, OURS), (theirs, ALONE), (theirs, BATCH))
             ]
-            cells = [f"{one:.1e}" if one else "0" for one in apart] + [f"{one:.1f}" for one in numbers]
+            cells = [f"{value:.1e}" if value else "0" for value in differences] + [
+                f"{value:.1f}" for value in mean_counts
+            ]
             lines.append(f"| {label}, {shape.patches} patches | {keep:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def schedules_table() -> str:
-    """Return the table of how the linear schedules differ, as Markdown."""
+    """Return the Markdown table of the differences between linear schedules."""
     lines = [
         "| tower | merges in total | schedule | largest difference in a block | authors' merges in the unused block |",
         "|---|---:|---|---:|---:|",
@@ -203,9 +212,9 @@ def schedules_table() -> str:
             for schedule in ("linear", "reverse_linear"):
                 theirs = authors_schedule(total, blocks)
                 theirs = theirs if schedule == "linear" else theirs[::-1]
-                own = count_merges(shape, shape.patches - total, schedule)
-                apart = max(abs(a - b) for a, b in zip(own, theirs, strict=True))
-                lines.append(f"| {label} | {total} | {schedule} | {apart} | {sum(theirs[read:])} |")
+                counts = count_merges(shape, shape.patches - total, schedule)
+                difference = max(abs(a - b) for a, b in zip(counts, theirs, strict=True))
+                lines.append(f"| {label} | {total} | {schedule} | {difference} | {sum(theirs[read:])} |")
     return "\n".join(lines)
 
 

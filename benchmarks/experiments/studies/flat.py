@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a session stay flat over 10,000 frames: bytes, time of a block, and time to the first token of a question?
+"""Measure whether a session stays constant over 10,000 frames: bytes, time per block, and time to first token.
 
     python experiments/studies/flat.py                         # a tiny Qwen2.5-VL with random weights, on the CPU
     python benchmarks/experiments/studies/flat.py --policy infinipot_v --memory 1000 --device cuda
 
-One line for each block, and one for each question: in the session, and beside it with the last 8 frames sent anew, each
-with `max_new_tokens=1` through `generate`, tower included. Slopes are those of straight lines through the medians of
-50 equal parts of the stream, after the first compression; their intervals of 95 % come from 2,000 draws of parts.
+The raw file has a line per block and per question. A question is asked in the session, and for comparison with the last
+8 frames sent again, each time with `max_new_tokens=1` through `generate`, including the tower. Slopes are linear fits
+to the medians of 50 equal parts of the stream after the first compression. Their 95 % intervals come from 2,000
+bootstrap samples of parts.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from tokenprune.cli.common import get_console
 from tokenprune.integrations.hf import sessions
 
 PARTS, DRAWS = 50, 2000
-SIDE = 8  # patches: 16 visual tokens a frame, and two that wrap it
+SIDE = 8  # patches per side: 16 visual tokens per frame, plus two tags
 START, END, QUESTION = 7, 8, (30, 31, 32, 33, 34, 35, 36, 37)
-DIFFERENT = 32  # frames that are drawn once; the stream repeats them
+DIFFERENT = 32  # number of distinct frames, which the stream repeats
 
 
 class Frames:
-    """A stream of random frames, as a Qwen2.5-VL takes them."""
+    """A stream of random frames in the format of Qwen2.5-VL."""
 
     def __init__(self, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -44,26 +45,26 @@ class Frames:
         self.device = device
 
     def block(self, first: int, count: int, question: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-        """Return the model's arguments for `count` frames from number `first` on, and a question."""
-        one = [START, *[IMAGE_ID] * (SIDE * SIDE // 4), END]
+        """Return the model's inputs for `count` frames from index `first`, and a question."""
+        frame_ids = [START, *[IMAGE_ID] * (SIDE * SIDE // 4), END]
         which = torch.arange(first, first + count) % DIFFERENT
         return {
-            "input_ids": torch.tensor([one * count + list(question)], device=self.device),
+            "input_ids": torch.tensor([frame_ids * count + list(question)], device=self.device),
             "pixel_values": self.pixels[which.to(self.device)].flatten(0, 1),
             "image_grid_thw": torch.tensor([[1, SIDE, SIDE]] * count, device=self.device),
         }
 
 
 def stored(session: sessions.Session) -> int:
-    """Return the bytes of the storages that the session's cache and tables hold, not of what views show of them."""
+    """Return the storage bytes of the session's cache and tables, including the parts that views do not show."""
     memory = session._stream.memory
-    tensors = [one for layer in memory.cache.layers for one in (layer.keys, layer.values)] + memory.tables
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    tensors = [tensor for layer in memory.cache.layers for tensor in (layer.keys, layer.values)] + memory.tables
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def anew(model: Any, frames: Frames, end: int, last: int) -> torch.Tensor:
-    """Return the logits of the answer's first token when the last frames before number `end` are sent anew, `[V]`."""
+    """Return the logits of the first answer token with the last frames sent again, shape (vocabulary,)."""
     inputs = frames.block(end - last, last, QUESTION)
     types = (inputs["input_ids"] == IMAGE_ID).int()
     output = model.generate(
@@ -74,11 +75,11 @@ def anew(model: Any, frames: Frames, end: int, last: int) -> torch.Tensor:
 
 
 def streamed(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the lines of a stream."""
+    """Return the rows of a stream."""
     device = next(model.parameters()).device
     frames, clock, rows = Frames(device), Clock(device), []
     session = sessions.session(model, memory=args.memory, policy=args.policy, horizon=args.horizon, reanchor=True)
-    for number, first in enumerate(range(0, args.frames, args.block)):
+    for index, first in enumerate(range(0, args.frames, args.block)):
         count = min(args.block, args.frames - first)
         block = frames.block(first, count)
         wall, cpu = clock(lambda block=block: session.see(**block))
@@ -88,7 +89,7 @@ def streamed(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
             "kv_bytes": stats.kv_bytes, "kv_bytes_peak": stats.kv_bytes_peak, "visual": stats.visual,
             "compressions": stats.compressions, "reanchored": stats.reanchored, "next_position": stats.next_position,
         })  # fmt: skip
-        if number % args.every == args.every - 1 and first + count >= args.last:
+        if index % args.every == args.every - 1 and first + count >= args.last:
             asked, cpu = clock(lambda: session.ask(QUESTION, max_new_tokens=1, return_dict=True))
             again, again_cpu = clock(lambda end=first + count: anew(model, frames, end, args.last))
             rows.append({
@@ -99,7 +100,7 @@ def streamed(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def slope(frames: Sequence[float], values: Sequence[float]) -> dict[str, float]:
-    """Return by how much a value rises in 1,000 frames, with its interval of 95 %, and the value's median."""
+    """Return the rise of a value per 1,000 frames with its 95 % interval, and the median of the value."""
     cuts = np.array_split(np.arange(len(values)), min(PARTS, len(values)))
     x = np.array([median(frames[i] for i in cut) for cut in cuts]) / 1000
     y = np.array([median(values[i] for i in cut) for cut in cuts])
@@ -118,64 +119,65 @@ def _rise(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the slopes of a stream. Blocks before the first compression, when the memory fills, are left out."""
-    full = [row for row in rows if row["record"] == "block" and row["compressions"] > 0][1:]
-    begin = full[0]["frames"] if full else 0
+    """Return the slopes of a stream after its first compression, when the memory is full."""
+    blocks = [row for row in rows if row["record"] == "block" and row["compressions"] > 0][1:]
+    begin = blocks[0]["frames"] if blocks else 0
     asked = [row for row in rows if row["record"] == "question" and row["frames"] >= begin]
-    if len(full) < 3 or len(asked) < 3:
-        raise SystemExit("too few frames for a slope: raise --frames, or lower --memory and --every")
+    if len(blocks) < 3 or len(asked) < 3:
+        raise SystemExit("Too few frames for a slope. Increase --frames, or decrease --memory and --every.")
 
-    def line(many: list[dict[str, Any]], name: str) -> dict[str, float]:
-        return slope([row["frames"] for row in many], [row[name] for row in many])
+    def line(rows_of_kind: list[dict[str, Any]], name: str) -> dict[str, float]:
+        return slope([row["frames"] for row in rows_of_kind], [row[name] for row in rows_of_kind])
 
     return {
         "record": "summary",
-        "bytes": line(full, "bytes") | {"least": min(r["bytes"] for r in full), "most": max(r["bytes"] for r in full)},
-        "block_seconds": line(full, "seconds"),
+        "bytes": line(blocks, "bytes")
+        | {"least": min(r["bytes"] for r in blocks), "most": max(r["bytes"] for r in blocks)},
+        "block_seconds": line(blocks, "seconds"),
         "question_seconds": line(asked, "seconds"),
         "anew_seconds": line(asked, "anew_seconds"),
-        "reanchored": full[-1]["reanchored"],
+        "reanchored": blocks[-1]["reanchored"],
     }
 
 
-def table(made: dict[str, Any]) -> Table:
-    """Return a summary as a table."""
+def table(summary_row: dict[str, Any]) -> Table:
+    """Format a summary as a table."""
     shown = Table("", "median", "rise in 1,000 frames, 95 %")
     names = {"bytes": "bytes after a block", "block_seconds": "block, ms", "question_seconds": "first token, ms",
              "anew_seconds": "first token, frames sent anew, ms"}  # fmt: skip
     for name, words in names.items():
-        line, scale = made[name], 1 if name == "bytes" else 1000
-        rise, low, high = (scale * line[one] for one in ("rise", "low", "high"))
+        line, scale = summary_row[name], 1 if name == "bytes" else 1000
+        rise, low, high = (scale * line[key] for key in ("rise", "low", "high"))
         shown.add_row(words, f"{scale * line['median']:.4g}", f"{rise:.3g} [{low:.3g}, {high:.3g}]")
     return shown
 
 
-def options(given: Sequence[str] | None = None) -> argparse.Namespace:
+def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=10_000)
     parser.add_argument("--block", type=int, default=10, help="frames in one forward")
-    parser.add_argument("--memory", type=int, default=720, help="visual tokens; a frame has 18")
+    parser.add_argument("--memory", type=int, default=720, help="visual tokens; a frame has 18 tokens")
     parser.add_argument("--policy", default="window")
-    parser.add_argument("--horizon", type=int, default=2**14, help="the last position; there all moves down")
+    parser.add_argument("--horizon", type=int, default=2**14, help="maximum position, which moves all positions down")
     parser.add_argument("--every", type=int, default=5, help="blocks between two questions")
-    parser.add_argument("--last", type=int, default=8, help="frames that are sent anew")
-    parser.add_argument("--decoder", default="tiny", help="tiny or 100m: the sizes of the decoder")
+    parser.add_argument("--last", type=int, default=8, help="number of frames that are sent again")
+    parser.add_argument("--decoder", default="tiny", help="size of the decoder: tiny or 100m")
     parser.add_argument("--device", default=default_device())
     parser.add_argument("--out", type=Path)
     add_options(parser, resume=False)
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    args = options(given)
+def main(argv: Sequence[str] | None = None) -> None:
+    args = options(argv)
     device, load = torch.device(args.device), Load(args.allow_load)
     torch.set_num_threads(1)
     rows = streamed(qwen(args.decoder, device, torch.float32), args)
-    made = summary(rows)
+    summary_row = summary(rows)
     asked = {name: value for name, value in vars(args).items() if name not in ("out", "allow_load", "device")}
     first = header(device, code=code_version(), **asked)
-    write(args.out or results_path(device, f"flat-{args.policy}"), [first, *rows, made | load.record()])
-    get_console().print(table(made))
+    write(args.out or results_path(device, f"flat-{args.policy}"), [first, *rows, summary_row | load.record()])
+    get_console().print(table(summary_row))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what guard="auto" gives back and costs, on images of the held-out set that the floors were not made of.
+"""Measure the benefit and cost of guard="auto" on held-out images that its floors were not fitted to.
 
 python experiments/studies/guard_proof.py           # rewrites results/guard_proof.jsonl (about ten minutes on one core)
-python benchmarks/experiments/studies/guard_proof.py --table   # print what the committed file says
+python benchmarks/experiments/studies/guard_proof.py --table   # print the table of the committed file
 
-The floors come from the first 50 images of the set; these are the 100 after them, with all eight kinds of questions.
+The floors come from the first 50 images of the set. This script uses the next 100, with all eight kinds of questions.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ FIRST, LAST, BATCH = 50, 150, 25
 
 
 def ask(subject: Model, kind: str) -> dict[str, object]:
-    """Ask all questions of one kind."""
-    examples = [one for one in load_heldout([kind], limit=LAST) if one.index >= FIRST]
+    """Ask all questions of one kind and return a record."""
+    examples = [example for example in load_heldout([kind], limit=LAST) if example.index >= FIRST]
     right, tokens, raised = "", 0.0, 0
-    for at in range(0, len(examples), BATCH):
-        batch = examples[at : at + BATCH]
-        inputs = subject.inputs([one.images for one in batch], [one.question for one in batch])
+    for start in range(0, len(examples), BATCH):
+        batch = examples[start : start + BATCH]
+        images, questions = [example.images for example in batch], [example.question for example in batch]
+        inputs = subject.inputs(images, questions)
         answers = subject.generate(inputs)
-        right += "".join(str(int(one.is_right(answer))) for one, answer in zip(batch, answers, strict=True))
+        pairs = zip(batch, answers, strict=True)
+        right += "".join(str(int(example.is_right(answer))) for example, answer in pairs)
         if tokenprune.is_patched(subject.model):
             stats = tokenprune.stats(subject.model)
             tokens += stats.visual_tokens_average
@@ -52,7 +54,7 @@ def records(subject: Model) -> Iterator[dict[str, object]]:
         yield {"method": "unpatched", "guard": "off"} | ask(subject, kind)
     for method in METHODS:
         for mode in MODES:
-            # Without the guard a processor has nothing to do.
+            # Only the guard needs the processor.
             options = {} if mode == "off" else {"processor": subject.processor}
             with tokenprune.patched(subject.model, method, keep=KEEP, guard=mode, **options):
                 for kind in KINDS:
@@ -60,15 +62,15 @@ def records(subject: Model) -> Iterator[dict[str, object]]:
 
 
 def read() -> tuple[dict, list[dict]]:
-    header, *found = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
-    return header, found
+    header, *rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    return header, rows
 
 
-def table(found: list[dict]) -> str:
-    """Percent right, and in brackets the layer-averaged tokens, of each kind and over all."""
+def table(rows: list[dict]) -> str:
+    """Return the percentage of right answers and, in parentheses, the layer-averaged tokens, by kind and in total."""
     lines = ["| method | guard | " + " | ".join(KINDS) + " | all (95 % interval) |", "|---" * (3 + len(KINDS)) + "|"]
-    for method, mode in dict.fromkeys((one["method"], one["guard"]) for one in found):
-        part = {one["kind"]: one for one in found if (one["method"], one["guard"]) == (method, mode)}
+    for method, mode in dict.fromkeys((row["method"], row["guard"]) for row in rows):
+        part = {row["kind"]: row for row in rows if (row["method"], row["guard"]) == (method, mode)}
         cells = [f"{100 * _share(part[kind]['right']):.0f} ({part[kind]['tokens']:.0f})" for kind in KINDS]
         right = "".join(part[kind]["right"] for kind in KINDS)
         low, high = wilson(right.count("1"), len(right))
@@ -86,7 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", action="store_true")
     if not parser.parse_args().table:
-        RESULTS.write_text("".join(json.dumps(one) + "\n" for one in records(load_model())), encoding="utf-8")
+        RESULTS.write_text("".join(json.dumps(record) + "\n" for record in records(load_model())), encoding="utf-8")
     sys.stdout.write(f"{table(read()[1])}\n")
     return 0
 

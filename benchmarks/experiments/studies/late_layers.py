@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Until which layer does demo_smol's decoder read the image? All visual tokens are withdrawn at one layer (`vtw`).
+"""Find the layer until which demo_smol's decoder reads the image: drop all visual tokens at one layer (`vtw`).
 
-    python benchmarks/experiments/studies/late_layers.py    # 15 minutes on one core; goes on where it stopped
+    python benchmarks/experiments/studies/late_layers.py    # 15 minutes on one core; continues an existing file
 
-Methods whose schedule leaves few tokens in late layers stand lower here than in papers. If the reason is that this
-decoder still reads the image there, then withdrawing it late costs answers. If it costs none, the reason is another.
+Methods that keep few tokens in late layers rank lower here than in papers. If this decoder still reads the image there,
+dropping it late changes answers. If answers stay right, there is another reason. The raw file is
+results/late_layers.jsonl.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ from tokenprune_bench.significance import wilson
 from tokenprune_demo.heldout import load_heldout
 
 OUT = Path(__file__).parents[2] / "results/late_layers.jsonl"
-LAYERS = (30, 28, 26, 23, 20, 15)  # at whose input the image leaves; 30: never
+LAYERS = (30, 28, 26, 23, 20, 15)  # layers at whose input the image is dropped; 30: never
 BATCH = 16
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--every", type=int, default=8, help="ask about each n-th held-out image")
+    parser.add_argument("--every", type=int, default=8, help="use every n-th held-out image only")
     args = parser.parse_args()
     torch.set_num_threads(1)
     subject = load_model("demo_smol", device="cpu", dtype="bfloat16")
     backend, metric = get_backend(subject), get_metric(subject.metric)
-    asked = [one for one in load_heldout(folder=subject.heldout) if one.index % args.every == 0]
-    found = read_lines(args.out)
-    known = {(record["layer"], record["every"]) for record, _ in found}
-    table = Table("visual tokens leave at layer", "right of", "right, %")
-    with JsonLinesWriter(args.out, found[-1][1] if found else 0) as lines:
+    asked = [example for example in load_heldout(folder=subject.heldout) if example.index % args.every == 0]
+    stored = read_lines(args.out)
+    known = {(record["layer"], record["every"]) for record, _ in stored}
+    table = Table("visual tokens dropped at layer", "questions", "right, %")
+    with JsonLinesWriter(args.out, stored[-1][1] if stored else 0) as lines:
         for layer in LAYERS:
             if (layer, args.every) in known:
                 continue
             setting = None if layer == LAYERS[0] else Setting.from_json({"method": "vtw", "keep": layer / LAYERS[0]})
-            said: list[str] = []
+            answers: list[str] = []
             with backend.answering(setting) as answer:
                 for first in range(0, len(asked), BATCH):
-                    said += answer(first, asked[first : first + BATCH])[0]
-            scores = metric.score(said, [one.answers for one in asked])
+                    answers += answer(first, asked[first : first + BATCH])[0]
+            scores = metric.score(answers, [example.answers for example in asked])
             right = "".join(str(int(score >= 1)) for score in scores)
             lines.write(
                 {"record": "result", "layer": layer, "every": args.every, "weights": subject.weights, "right": right}

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why some methods do badly on the shipped model: the same choice of tokens, made in other ways
-(docs/results/accuracy.md).
+"""Find the reason for the low accuracy of some methods on the shipped model (docs/results/accuracy.md).
 
     python benchmarks/experiments/studies/losers.py --json benchmarks/results/losers.jsonl
 
-tome, dymu (merging in the tower), three readings of the very same groups of patches:
+tome, dymu (merging in the tower), three variants with the same groups of patches:
 
-both:  as the method is: the tower's blocks run on merged tokens, the language model sees one token for each group.
-tower: the tower merges, but the language model sees all 256 features. What this loses, the tower loses.
-after: an untouched tower; the same groups become means of its embeddings behind it. What this loses, the groups lose.
+both:  the method: the tower's blocks run on merged tokens, and the language model sees one token per group.
+tower: the tower merges, but the language model sees all 256 features. Its loss is the tower's loss.
+after: an unpatched tower, whose embeddings are averaged by the same groups. Its loss is the loss of the groups.
 
-uniform, two readings of even distances:
+uniform, two variants of even distances:
 
-raster: as the method is, every n-th patch in reading order, which on a square grid is always the same columns.
-grid:   the same number spread over rows and columns alike.
+raster: the method: every n-th patch in row-major order, which on a square grid selects the same columns in each row.
+grid:   the same number of patches, evenly spaced in rows and columns.
 
-The questions are those of benchmarks/results/bench.jsonl, where the other methods are.
+The questions are those of benchmarks/results/bench.jsonl, which has the other methods.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.suite import Bench, BenchPlan
 
-SIDE = 16  # of the shipped model's grid of patches
+SIDE = 16  # patches per side of the shipped model's grid
 KEEPS = (0.5, 0.25, 0.11)
 
 
 def groups_of(subject: Model, inputs: Any, method: str, keep: float) -> Tensor:
-    """Long `[B, 256]`: for each patch of each image the first patch of its group."""
+    """Return the first patch of each patch's group, long, shape (images, 256)."""
     model = subject.model
     with torch.no_grad(), tokenprune.patched(model, method, keep=keep, guard="off"):
         output = model.model.get_image_features(inputs["pixel_values"])
@@ -53,7 +52,7 @@ def groups_of(subject: Model, inputs: Any, method: str, keep: float) -> Tensor:
 
 @contextmanager
 def reading(subject: Model, inputs: Any, method: str, keep: float, how: str) -> Iterator[None]:
-    """Make the model see `inputs` as a reading says, for the length of a `with` block."""
+    """Run the model as a variant prescribes, for the length of a `with` block."""
     model = subject.model
     with ExitStack() as stack:
         if how == "both":
@@ -82,13 +81,13 @@ def reading(subject: Model, inputs: Any, method: str, keep: float, how: str) -> 
 
 
 def even_on_grid(count: int) -> Tensor:
-    """bool `[256]`: about `count` patches at even distances in both directions, every other row shifted by half."""
+    """Return a mask of about `count` evenly spaced patches, shape (256,), with every other row shifted."""
     per_row = max(1, round(count**0.5))
     rows = max(1, round(count / per_row))
     kept = torch.zeros(SIDE, SIDE, dtype=torch.bool)
-    for number in range(rows):
-        row = int((number + 0.5) * SIDE / rows)
-        shift = 0.25 if number % 2 else 0.75
+    for index in range(rows):
+        row = int((index + 0.5) * SIDE / rows)
+        shift = 0.25 if index % 2 else 0.75
         for column in range(per_row):
             kept[row, int((column + shift) * SIDE / per_row)] = True
     return kept.flatten()
@@ -107,15 +106,15 @@ def main() -> None:
         file.write(json.dumps(bench.header()) + "\n")
         for keep in KEEPS:
             for method, how in plan:
-                seen: list[float] = []
+                counts: list[float] = []
 
-                def look(rows: int, seen: list[float] = seen) -> None:
+                def look(rows: int, counts: list[float] = counts) -> None:
                     if tokenprune.is_patched(subject.model):
-                        seen.append(tokenprune.stats(subject.model).visual_tokens_out / rows)
+                        counts.append(tokenprune.stats(subject.model).visual_tokens_out / rows)
 
                 changed = partial(reading, subject, method=method, keep=keep, how=how)
                 right = ask(bench, subject, changed, look)
-                tokens = sum(seen) / len(seen) if seen else SIDE**2
+                tokens = sum(counts) / len(counts) if counts else SIDE**2
                 record = {"method": method, "reading": how, "keep": keep, "tokens_in_decoder": tokens, "right": right}
                 file.write(json.dumps({"record": "losers", **record}) + "\n")
                 file.flush()

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Can a trained tower take patches of two sizes without training? Measured on the shipped model
-(no: benchmarks/experiments/studies/README.md).
+"""Test whether the shipped model's tower can use patches of two sizes without training.
+
+The result is no (benchmarks/experiments/studies/README.md).
 
     python benchmarks/experiments/studies/patch_sizes.py --json benchmarks/results/patch_sizes.jsonl
 
-The Adaptive Patch Transformer (arXiv 2510.18091) gives smooth cells of 2 x 2 patches one token: the cell resized to one
-patch. Here the cells with the lowest entropy of grey values become coarse, as many as the budget wants, and a coarse
-token carries the mean of its patches' positions. No weights change. Three readings of it:
+The Adaptive Patch Transformer (arXiv 2510.18091) replaces smooth cells of 2 x 2 patches by one token: the cell resized
+to one patch. Here, the cells with the lowest entropy of gray values become coarse, as many as the budget requires. A
+coarse token gets the mean of its patches' position embeddings. No weights change. Three variants:
 
-tower: coarse tokens in the tower; behind it each patch gets its cell's feature back, and the language model sees 256.
-both:  the same, but the language model sees one token for each coarse cell.
-after: an untouched tower; the same cells become means of their embeddings behind it. What `both` loses against this is
-       what the tower loses by seeing two sizes.
+tower: coarse tokens in the tower; afterwards each patch gets its cell's feature, so the language model sees 256 tokens.
+both:  the same, but the language model sees one token per coarse cell.
+after: an unpatched tower, whose embeddings are averaged by the same cells. The difference to `both` is the tower's loss
+       by two sizes.
 
-The questions are those of benchmarks/results/bench.jsonl, where the other methods are.
+The questions are those of benchmarks/results/bench.jsonl, which has the other methods.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ READINGS = ("both", "after", "tower")
 
 
 def entropy(pixels: Tensor, cell: int) -> Tensor:
-    """`[B, cells]` bits of the grey values in each cell, stretched to the image's range; pixels: `[B, 3, H, W]`."""
+    """Return the entropy of each cell's gray values in bits, shape (images, cells).
+
+    The gray values are stretched to the image's range. `pixels` has shape (images, 3, height, width).
+    """
     grey = torch.einsum("bchw,c->bhw", pixels, torch.tensor([0.2989, 0.5870, 0.1140]))
     low, high = grey.amin((1, 2), keepdim=True), grey.amax((1, 2), keepdim=True)
     levels = ((grey - low) / (high - low).clamp(min=1e-6) * 255).long()
@@ -51,7 +55,7 @@ def entropy(pixels: Tensor, cell: int) -> Tensor:
 
 
 def cells_of(pixels: Tensor, patch: int, tokens: int) -> Tensor:
-    """Long `[B, patches]`: the first patch of each patch's cell, with `tokens` cells in all (or up to 2 fewer)."""
+    """Return the first patch of each patch's cell, shape (images, patches), with up to `tokens` cells in total."""
     side = pixels.shape[-1] // patch
     coarse = -(-(side**2 - tokens) // 3)
     order = entropy(pixels, 2 * patch).argsort(dim=1, stable=True)[:, :coarse]
@@ -64,30 +68,30 @@ def cells_of(pixels: Tensor, patch: int, tokens: int) -> Tensor:
 
 @contextmanager
 def two_sizes(subject: Model, reading: str, tokens: int) -> Iterator[None]:
-    """Make the tower take two sizes of patches, for the length of a `with` block."""
+    """Let the tower use two patch sizes, for the length of a `with` block."""
     base = subject.model.model
     embeddings, state = base.vision_tower.embeddings, {}
 
     def embed(module: Any, args: tuple, fine: Tensor) -> Tensor:
         pixels, patch = args[0], module.patch_size
         cells = state["cells"] = cells_of(pixels, patch, tokens)
-        places = torch.arange(cells.shape[1])
-        Replay.kept = cells == places
+        indices = torch.arange(cells.shape[1])
+        Replay.kept = cells == indices
         if reading == "after":
             return fine
         small = F.interpolate(pixels, scale_factor=0.5, mode="bilinear", antialias=True)
         coarse = module.patch_embedding(small).flatten(2).transpose(1, 2)
         side = pixels.shape[-1] // patch
         table = module.position_embedding.weight[1:].view(side // 2, 2, side // 2, 2, -1).mean((1, 3)).flatten(0, 1)
-        index = (places // side // 2) * (side // 2) + places % side // 2
+        index = (indices // side // 2) * (side // 2) + indices % side // 2
         several = (torch.zeros_like(cells).scatter_add_(1, cells, torch.ones_like(cells)) > 1)[..., None]
         mixed = torch.where(several, (coarse + table)[:, index], fine[:, 1:])
         kept = Replay.kept.nonzero()[:, 1].view(len(pixels), -1)
         return torch.cat([fine[:, :1], mixed.gather(1, kept[..., None].expand(-1, -1, mixed.shape[-1]))], dim=1)
 
     def unmerge(module: Any, args: tuple) -> tuple:
-        number = (Replay.kept.cumsum(1) - 1).gather(1, state["cells"])
-        return (args[0].gather(1, number[..., None].expand(-1, -1, args[0].shape[-1])),)
+        cell_index = (Replay.kept.cumsum(1) - 1).gather(1, state["cells"])
+        return (args[0].gather(1, cell_index[..., None].expand(-1, -1, args[0].shape[-1])),)
 
     def average(module: Any, args: tuple, embeds: Tensor) -> Tensor:
         spread = state["cells"][..., None].expand(embeds.shape)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prumerge by the attention of other blocks of the tower, on the shipped models (docs/results/methods.md).
+"""Compare prumerge with attention of different tower blocks, on the shipped models (docs/results/methods.md).
 
     python benchmarks/experiments/studies/prumerge_blocks.py --json benchmarks/results/prumerge_blocks.jsonl
 
-The authors read the tower's last block, queries and keys of all heads as one wide head; of LLaVA-1.5, which reads the
-block before it, that is one block further than the model goes. The shipped models read the last block of their towers,
-so that the two blocks are that one and the one before it (of demo_qwen the last but one that sees the whole image):
+The authors read the tower's last block, with queries and keys of all heads as one wide head. LLaVA-1.5 uses the
+features of the block before it. The shipped models use the last block, so this script compares the last block and the
+one before it (for demo_qwen: the last but one block with full attention):
 
-heads: the attention that each head pays, the mean over heads.
-wide:  one head of full width, which exists where there is a class token (demo_vlm).
+heads: attention per head, averaged over heads.
+wide:  one head of full width, which needs a class token (demo_vlm).
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ BLOCKS = {"demo_vlm": (-1, -2), "demo_qwen": (-1, 2)}
 
 @register_observable("wide_attention")
 class WideAttention(TowerScores):
-    """float32 `[S, 1, N]`: the class token's attention to each patch, all heads of a block taken as one."""
+    """Attention of the class token to each patch with all heads as one, float32, shape (segments, 1, tokens)."""
 
     def compute_per_patch(self, seen: ObservedAttention, protected: int) -> Tensor:
-        query, key = (one.float().transpose(1, 2).flatten(2) for one in (seen.query, seen.key))
+        query, key = (tensor.float().transpose(1, 2).flatten(2) for tensor in (seen.query, seen.key))
         products = query[:, :1] @ key.transpose(1, 2) / query.shape[2] ** 0.5
         return products.softmax(-1)[:, :, protected:]
 
 
 @dataclass(frozen=True)
 class Other(PruMerge):
-    """prumerge by another block of the tower. block: see `Pruner.encoder_layers`. wide: all heads as one."""
+    """prumerge with another tower block (see `Pruner.encoder_layers`), and optionally all heads as one."""
 
     block: int = -1
     wide: bool = False
@@ -74,16 +74,16 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=20)
     parser.add_argument("--models", default="demo_vlm,demo_qwen")
     parser.add_argument("--keeps", default="0.25,0.11")
-    parser.add_argument("--json", type=Path, required=True, help="what is there is not asked again")
+    parser.add_argument("--json", type=Path, required=True, help="raw file; an existing file is continued")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     lines = args.json.read_text().splitlines() if args.json.exists() else []
-    known = [{name: one.get(name) for name in ROW} for one in map(json.loads, lines)]
+    known = [{name: record.get(name) for name in ROW} for record in map(json.loads, lines)]
     with args.json.open("a") as file:
         for model in args.models.split(","):
             subject = load_model(model, device="cpu")
             bench = Bench(subject, BenchPlan(images=args.images, repeats=0))
-            if not any(one["model"] == model for one in known):
+            if not any(record["model"] == model for record in known):
                 file.write(json.dumps(bench.header()) + "\n")
             for block, wide, keep in product(BLOCKS[model], (False, True), map(float, args.keeps.split(","))):
                 row = dict(zip(ROW, (model, block, "wide" if wide else "heads", keep), strict=True))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a session remember? Recall of what a stream showed once, against its age, for every policy at three memories.
+"""Measure a session's recall of an event that a stream showed once, by age, for every policy at three memory sizes.
 
-    python experiments/studies/recall.py --resume --allow-load   # about an hour of one thread; no time is measured
-    python experiments/studies/recall_figure.py                  # the figure and the tables of what was measured
+    python experiments/studies/recall.py --resume --allow-load   # about an hour on one thread; no times are measured
+    python experiments/studies/recall_figure.py                  # the figure and the tables of the raw file
 
-demo_video sees `drawn_streams` in clips of eight frames, as it was trained. Ages are frames that came after the event's
-clip. At each one of its three questions is asked twice: at the positions of the stream, and with the gaps that departed
-tokens left closed, as `reanchor=True` does. `share` is the part of the event's tokens that is held, mean of layers and
-heads: what a policy decides, whatever the model makes of it. A session that holds no token of the event any more is not
-followed further: it holds none later on either. Controls: `all` holds everything; `event`, no policy but an oracle,
-keeps the event's tokens and the newest; `without` keeps all but those; `guess` asks before the event was shown.
+demo_video sees `drawn_streams` in clips of eight frames, as in its training. An age is the number of frames after the
+event's clip. At each age, each of the three questions is asked twice: with the stream's positions, and with the gaps of
+dropped tokens closed (as with `reanchor=True`). `share` is the share of the event's tokens in the session, averaged
+over layers and heads, and depends on the policy only. A session without any of these tokens is not continued, because
+it cannot get them back. Controls: `all` keeps everything; `event` is an oracle that keeps the event's tokens and the
+newest tokens; `without` keeps the newest other tokens; `guess` asks before the event.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tokenprune_demo.drawn_videos import FRAMES, draw_video
 
 OUT = RESULTS / "recall.jsonl"
 BEFORE, AGES, SIZE, CELL = 9, (0, 8, 32, 104, 304, 1000), 112, 16
-MEMORIES = (200, 400, 800)  # a clip has 198 tokens
+MEMORIES = (200, 400, 800)  # visual tokens; a clip has 198
 ALL, GUESS, ORACLES = "all", "guess", ("event", "without")
 POLICIES = {
     "window": ("window", {"sink": 0}),
@@ -50,20 +50,22 @@ POLICIES = {
     "infinipot_v": ("infinipot_v", {}),
     "streammem": ("streammem", {}),
 }
-COUNTED = 24  # streams that show one to three stars
+COUNTED = 24  # number of streams with one to three stars
 
 
 @dataclass(frozen=True)
 class Event(tokenprune.sessions.Policy):
-    """Keep the event's tokens and the newest, or the newest without them.
+    """Keep the event's tokens and the newest others, or the newest without the event's tokens.
 
-    places: (frame, cell) of each of them. keep_them: whether they stay.
+    Args:
+        places: (frame, cell) of the event's tokens.
+        keep_them: Whether the event's tokens are kept.
     """
 
     places: tuple[tuple[int, int], ...] = ()
     keep_them: bool = True
 
-    name: ClassVar[str] = "event"  # of a policy that is not registered: no other process needs it
+    name: ClassVar[str] = "event"  # not registered, because no other process needs it
     shared: ClassVar[bool] = True
 
     def select(self, view: tokenprune.sessions.PolicyView, keep: int) -> torch.Tensor:
@@ -72,55 +74,59 @@ class Event(tokenprune.sessions.Policy):
         return order.argsort(descending=True)[:keep].sort().values
 
 
-def is_of(frame: torch.Tensor, cell: torch.Tensor, places: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return which entries are at these places, bool of the shape of `frame`. places: (frame, cell) of each."""
-    codes = torch.tensor([one * 100_000 + of for one, of in places], dtype=torch.long)
+def is_of(frame: torch.Tensor, cell: torch.Tensor, positions: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return a mask of the entries at the given (frame, cell) positions, with the shape of `frame`."""
+    codes = torch.tensor(
+        [frame_index * 100_000 + cell_index for frame_index, cell_index in positions], dtype=torch.long
+    )
     return torch.isin(frame * 100_000 + cell, codes) & (cell >= 0)
 
 
-def share(held: Sequence[Any], places: Sequence[tuple[int, int]]) -> float:
-    """Return the part of the tokens at these places that a session holds, mean of layers and heads."""
-    of_layers = [is_of(one.frame, one.cell, places).float().sum(1).mean() for one in held]
-    return float(torch.stack(of_layers).mean()) / len(places)
+def share(held: Sequence[Any], positions: Sequence[tuple[int, int]]) -> float:
+    """Return the share of the tokens at the given positions in a session, averaged over layers and heads."""
+    of_layers = [is_of(layer.frame, layer.cell, positions).float().sum(1).mean() for layer in held]
+    return float(torch.stack(of_layers).mean()) / len(positions)
 
 
 def places_of(stream: DrawnStream, first: int) -> list[list[tuple[int, int]]]:
-    """Return for each question of a stream (frame, cell) of the tokens that show what it asks about.
+    """Return the (frame, cell) positions of the tokens that show the answer of each question of a stream.
 
-    first: the decoder's frame with which the event begins; it joins two frames to one.
+    Args:
+        stream: The stream.
+        first: The decoder's index of the event's first frame. The decoder joins two frames to one.
     """
     side, joined = SIZE // CELL, FRAMES // 2
-    found = []
+    positions = []
     for question in stream.questions:
         looks = find_evidence_tokens(
             question.looks, [stream.size] * FRAMES, [(side, side)] * joined, joined * side * side
         )
         tokens = np.flatnonzero(np.any(looks, axis=0))
-        found.append([(first + int(token) // side**2, int(token) % side**2) for token in tokens])
-    return found
+        positions.append([(first + int(token) // side**2, int(token) % side**2) for token in tokens])
+    return positions
 
 
 def closed(session: tokenprune.sessions.Session) -> tokenprune.sessions.Session:
-    """Return a copy of a session in which no positions lie between the frames that it holds."""
-    made = session.fork()
-    stream = made._stream
+    """Return a copy of a session without position gaps between its frames."""
+    copy = session.fork()
+    stream = copy._stream
     down = reanchor(stream.memory, stream.adapter)
     stream.progress = dataclasses.replace(stream.progress, next=stream.progress.next - down)
-    return made
+    return copy
 
 
 def answers(session: tokenprune.sessions.Session, stream: DrawnStream) -> list[str]:
-    """Return the first word of the answer to each question, as `ask` does, without what `generate` takes to begin."""
-    found = []
-    for one in stream.questions:
-        ids = session._encode(one.text, closing=True)
-        found.append(session._prompt_writer.decode(session.fork()._stream.say(ids).argmax(-1)))
-    return found
+    """Return the first word of the answer to each question, as `ask`, but without the setup time of `generate`."""
+    words = []
+    for question in stream.questions:
+        ids = session._encode(question.text, closing=True)
+        words.append(session._prompt_writer.decode(session.fork()._stream.say(ids).argmax(-1)))
+    return words
 
 
 @contextmanager
 def encoded_once(model: Any) -> Iterator[None]:
-    """Have sessions that see the same pixels one after the other share what the tower makes of them."""
+    """Share the tower's output between sessions that see the same pixels one after the other."""
     encode, last = model.model.get_video_features, [None, None]
 
     def remembered(pixels: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -138,25 +144,25 @@ def encoded_once(model: Any) -> Iterator[None]:
 def sessions(
     subject: Any, stream: DrawnStream, memories: Sequence[int]
 ) -> dict[tuple[str, int], tokenprune.sessions.Session]:
-    """Return a session for each policy and memory, and the controls."""
-    places = tuple(place for of_kind in places_of(stream, stream.before * FRAMES // 2) for place in of_kind)
-    made = {name: tokenprune.sessions.policy(policy, **options) for name, (policy, options) in POLICIES.items()}
-    made |= {name: Event(places, name == "event") for name in ORACLES}
+    """Return a session for each policy and memory size, and the controls."""
+    positions = tuple(position for of_kind in places_of(stream, stream.before * FRAMES // 2) for position in of_kind)
+    policies = {name: tokenprune.sessions.policy(policy, **options) for name, (policy, options) in POLICIES.items()}
+    policies |= {name: Event(positions, name == "event") for name in ORACLES}
 
     def begun(memory: int, policy: Any) -> tokenprune.sessions.Session:
         return tokenprune.sessions.session(
             subject.model, subject.processor, memory=memory, policy=policy, block=FRAMES, seed=stream.index
         )
 
-    found = {(name, memory): begun(memory, policy) for memory in memories for name, policy in made.items()}
-    found.pop(("without", max(memories)))  # which is not full when the event has come
-    return found | {(ALL, 0): begun(10**6, "window")}
+    by_name = {(name, memory): begun(memory, policy) for memory in memories for name, policy in policies.items()}
+    by_name.pop(("without", max(memories)))  # not full at the end of the event
+    return by_name | {(ALL, 0): begun(10**6, "window")}
 
 
-def measured(subject: Any, number: int, ages: Sequence[int], memories: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row for each policy and memory of a stream."""
-    stream = draw_stream(number, BEFORE, (SIZE, SIZE))
-    places, gold = places_of(stream, BEFORE * FRAMES // 2), [one.answer for one in stream.questions]
+def measured(subject: Any, index: int, ages: Sequence[int], memories: Sequence[int]) -> list[dict[str, Any]]:
+    """Return a row for each policy and memory size of a stream."""
+    stream = draw_stream(index, BEFORE, (SIZE, SIZE))
+    positions, gold = places_of(stream, BEFORE * FRAMES // 2), [question.answer for question in stream.questions]
     running = sessions(subject, stream, memories)
     words = next(iter(running.values()))._prompt_writer
     rows: dict[Any, dict[str, Any]] = {}
@@ -165,27 +171,33 @@ def measured(subject: Any, number: int, ages: Sequence[int], memories: Sequence[
             frames = stream.clip(clip)
             inputs = words.prepare_clip([*map(Image.fromarray, frames)], clip * FRAMES, None)
             for session in running.values():
-                session.see(frames) if clip == 0 else session.see(**inputs)  # the first one says the opening, too
+                session.see(frames) if clip == 0 else session.see(
+                    **inputs
+                )  # the first call also adds the prompt's opening
             if clip == BEFORE - 1:
-                said = answers(running["window", memories[0]], stream)
-                rows[GUESS] = _row(GUESS, 0) | {"ages": [None], "said": [said], "right": [_right(said, gold)]}
+                words_before = answers(running["window", memories[0]], stream)
+                rows[GUESS] = _row(GUESS, 0) | {
+                    "ages": [None],
+                    "said": [words_before],
+                    "right": [_right(words_before, gold)],
+                }
             age = (clip - BEFORE) * FRAMES
             if age not in ages:
                 continue
             for name, session in list(running.items()):
                 row = rows.setdefault(name, _row(*name) | {"ages": [], "share": [], "right": [], "closed": []})
-                kept = [share(session.held, of_kind) for of_kind in places]
+                kept = [share(session.held, of_kind) for of_kind in positions]
                 row["ages"].append(age)
-                row["share"].append([round(one, 4) for one in kept])
+                row["share"].append([round(value, 4) for value in kept])
                 row["right"].append(_right(answers(session, stream), gold))
                 row["closed"].append(_right(answers(closed(session), stream), gold))
                 if age >= _last(name, memories) or not (any(kept) or name[0] == "without"):
                     del running[name]
-    return [row | {"stream": number, "most": max(ages), "gold": gold} for row in rows.values()]
+    return [row | {"stream": index, "most": max(ages), "gold": gold} for row in rows.values()]
 
 
 def _last(name: tuple[str, int], memories: Sequence[int]) -> int:
-    """Return the greatest age at which a session is asked: longer, and a control tells nothing new."""
+    """Return the maximum age at which a session is asked. Longer runs of controls are unnecessary."""
     controls = {ALL: 32, "without": 8, "event": max(AGES) if name[1] == min(memories) else 104}
     return controls.get(name[0], max(AGES))
 
@@ -194,46 +206,46 @@ def _row(policy: str, memory: int) -> dict[str, Any]:
     return {"record": "stream", "policy": policy, "memory": memory}
 
 
-def _right(said: Sequence[str], gold: Sequence[str]) -> list[int]:
-    return [int(one.rstrip(".") == other) for one, other in zip(said, gold, strict=True)]
+def _right(words: Sequence[str], gold: Sequence[str]) -> list[int]:
+    return [int(word.rstrip(".") == other) for word, other in zip(words, gold, strict=True)]
 
 
 def counted(subject: Any) -> dict[str, Any]:
-    """Return what the model says when asked how many stars there were, with everything kept, by their number."""
-    said: dict[str, list[str]] = {}
-    for number in range(COUNTED):
-        stars, attempt = number % 3 + 1, 0
+    """Return the model's answers to the number of stars, with all tokens kept, by the true number."""
+    answers_by_count: dict[str, list[str]] = {}
+    for index in range(COUNTED):
+        stars, attempt = index % 3 + 1, 0
         session = tokenprune.sessions.session(subject.model, subject.processor, memory=10**6, block=FRAMES)
         while session.stats.frames_seen < stars * FRAMES // 2:
-            rng = np.random.default_rng((340_035, number, attempt := attempt + 1))
+            rng = np.random.default_rng((340_035, index, attempt := attempt + 1))
             video = draw_video(rng, (SIZE, SIZE), kinds=["still"])
             if [thing.what for thing in video.things] == ["star"]:
                 session.see(np.stack([np.asarray(frame) for frame in video.frames]))
-        said.setdefault(str(stars), []).append(session.ask("how many stars?", max_new_tokens=1))
-    return {"record": "count", "said": said}
+        answers_by_count.setdefault(str(stars), []).append(session.ask("how many stars?", max_new_tokens=1))
+    return {"record": "count", "said": answers_by_count}
 
 
-def options(given: Sequence[str] | None = None) -> argparse.Namespace:
+def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=40)
-    parser.add_argument("--first", type=int, default=0, help="number of the first stream")
-    parser.add_argument("--most", type=int, default=max(AGES), help="the greatest age")
+    parser.add_argument("--first", type=int, default=0, help="index of the first stream")
+    parser.add_argument("--most", type=int, default=max(AGES), help="maximum age")
     parser.add_argument("--memories", default=",".join(map(str, MEMORIES)))
     parser.add_argument("--out", type=Path, default=OUT)
     add_options(parser)
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    args = options(given)
+def main(argv: Sequence[str] | None = None) -> None:
+    args = options(argv)
     torch.set_num_threads(1)
-    subject, memories = load_model("demo_video", device="cpu"), [int(one) for one in args.memories.split(",")]
+    subject, memories = load_model("demo_video", device="cpu"), [int(size) for size in args.memories.split(",")]
     same = {"code": code_version(), "threads": 1}
     rows = Rows(args.out, header(torch.device("cpu"), model="demo_video", before=BEFORE), args, **same)
     rows.measure("count", lambda: counted(subject))
     ages = [age for age in AGES if age <= args.most]
-    for number in range(args.first, args.first + args.streams):
-        rows.measure([number, args.most], lambda number=number: measured(subject, number, ages, memories))
+    for index in range(args.first, args.first + args.streams):
+        rows.measure([index, args.most], lambda index=index: measured(subject, index, ages, memories))
 
 
 if __name__ == "__main__":

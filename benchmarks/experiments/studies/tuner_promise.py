@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the tuner keep its promise? Tune the shipped model on scenes drawn with ten seeds, and measure every choice
-again on fresh scenes of yet another seed.
+"""Test the tuner's promise: tune the shipped model on scenes of ten seeds, and measure each choice on new scenes.
 
-python experiments/studies/tuner_promise.py --workers 2  # two processes of one thread; goes on where it stopped
+python experiments/studies/tuner_promise.py --workers 2  # two processes of one thread; continues existing files
 python experiments/studies/tuner_promise.py --page       # write the table of results into docs/measure/tune.md
 
-Scenes come from the distribution of the held-out set that ships: one question of each kind an image, answers evened
-out, saved as JPEG (experiments/training/make_heldout.py). Photographs that are not installed are replaced by textures.
+The scenes have the distribution of the shipped held-out set: one question of each kind per image, balanced answers, and
+JPEG compression (experiments/training/make_heldout.py). Textures replace photographs that are not installed. The raw
+file is results/cpu/tuner_promise.jsonl.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tokenprune_demo.scenes import draw_scene, load_photos
 RESULTS = Path(__file__).parents[2] / "results/cpu/tuner_promise.jsonl"
 PAGE = Path(__file__).parents[3] / "docs/measure/tune.md"
 BEGIN, END = "<!-- promise:begin (benchmarks/experiments/studies/tuner_promise.py --page) -->", "<!-- promise:end -->"
-FRESH_SEED = 990_000  # of the questions on which choices are measured again; tuning seeds begin at TUNING_SEED
+FRESH_SEED = 990_000  # for the questions that measure the choices; tuning seeds start at TUNING_SEED
 TUNING_SEED = 880_000
 CHUNK = 256
 
@@ -64,19 +64,22 @@ class Asked:
 
 
 def draw(images: int, seed: int) -> list[Asked]:
-    """Return questions on freshly drawn images, one of each kind an image."""
-    rng, photos, seen = np.random.default_rng(seed), load_photos("heldout"), Counter()
+    """Return questions about newly drawn images, one of each kind per image."""
+    rng, photos, counts = np.random.default_rng(seed), load_photos("heldout"), Counter()
     limit = {kind: math.ceil(1.1 * images / n) for kind, n in ANSWERS.items()}
-    made: list[Asked] = []
-    while len(made) < len(ANSWERS) * images:
+    questions: list[Asked] = []
+    while len(questions) < len(ANSWERS) * images:
         scene = draw_scene(rng, photos)
-        chosen = one_of_each(rng, scene, seen, limit)
+        chosen = one_of_each(rng, scene, counts, limit)
         if chosen is None:
             continue
-        seen.update((one.kind, one.answer) for one in chosen)
+        counts.update((question.kind, question.answer) for question in chosen)
         image = _saved(scene.image)
-        made += [Asked(f"{seed}-{len(made)}", image, one.kind, one.text, (one.answer,)) for one in chosen]
-    return made
+        questions += [
+            Asked(f"{seed}-{len(questions)}", image, question.kind, question.text, (question.answer,))
+            for question in chosen
+        ]
+    return questions
 
 
 def _saved(image: Image.Image) -> Image.Image:
@@ -86,7 +89,7 @@ def _saved(image: Image.Image) -> Image.Image:
 
 
 class RememberedTower(torch.nn.Module):
-    """A vision tower that sees no image twice: here eight questions are asked about each, by many candidates."""
+    """Vision tower that caches its output per image, because many candidates answer eight questions about each."""
 
     def __init__(self, tower: torch.nn.Module) -> None:
         super().__init__()
@@ -94,7 +97,7 @@ class RememberedTower(torch.nn.Module):
 
     def forward(self, pixel_values: torch.Tensor, **options: Any) -> BaseModelOutputWithPooling:
         keys = [hash(image.numpy().tobytes()) for image in pixel_values]
-        new = {key: place for place, key in enumerate(keys) if key not in self.seen}
+        new = {key: index for index, key in enumerate(keys) if key not in self.seen}
         if new:
             states = self.tower(pixel_values[list(new.values())], **options).hidden_states[-1]
             self.seen |= dict(zip(new, states, strict=True))
@@ -106,35 +109,35 @@ def tune(args: argparse.Namespace, subject: Any, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
     candidates = build_grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
     panel = Evaluator(subject, draw(args.images, TUNING_SEED + seed))
-    # Ranked by FLOPs: with a tower that remembers what it saw, times mean nothing.
+    # Candidates are ranked by FLOPs, because times with a caching tower are meaningless.
     promise = Promise(args.max_drop, args.confidence)
-    found = Tuner(panel, candidates, promise, seed=seed, objective="flops", repeats=1).run()
-    choice = found.choice
-    tested = [one for one in found.trials if one.held_out]
+    result = Tuner(panel, candidates, promise, seed=seed, objective="flops", repeats=1).run()
+    choice = result.choice
+    tested = [trial for trial in result.trials if trial.held_out]
     return {
         "record": "tuning",
         "seed": seed,
         "setting": choice and choice.candidate.to_json(),
         "prefill_flops_ratio": choice and choice.cost["prefill_flops_ratio"],
-        "held_out": {"questions": found.held_out, "drop": choice and choice.drop, "below": choice and choice.bound},
-        "search": found.search,
-        "tested": [[str(one.candidate), one.drop, one.bound, one.state] for one in tested],
+        "held_out": {"questions": result.held_out, "drop": choice and choice.drop, "below": choice and choice.bound},
+        "search": result.search,
+        "tested": [[str(trial.candidate), trial.drop, trial.bound, trial.state] for trial in tested],
         "seconds": round(time.perf_counter() - start, 1),
     }
 
 
 def measure(args: argparse.Namespace, subject: Any, setting: dict[str, Any] | None) -> dict[str, Any]:
-    """The fresh questions, unpatched or under a setting: one 0 or 1 a question."""
-    panel, numbers = Evaluator(subject, draw(args.fresh, FRESH_SEED)), range(len(ANSWERS) * args.fresh)
+    """Ask the new questions, unpatched or under a setting, and return one 0 or 1 per question."""
+    panel, indices = Evaluator(subject, draw(args.fresh, FRESH_SEED)), range(len(ANSWERS) * args.fresh)
     candidate = None if setting is None else Setting.from_json(setting)
-    for first in range(0, len(numbers), CHUNK):
-        panel.ask(candidate, numbers[first : first + CHUNK])
-    right = "".join(str(int(score)) for score in panel.scores(candidate, numbers))
+    for first in range(0, len(indices), CHUNK):
+        panel.ask(candidate, indices[first : first + CHUNK])
+    right = "".join(str(int(score)) for score in panel.scores(candidate, indices))
     return {"record": "fresh", "setting": setting, "right": right}
 
 
 def work(args: argparse.Namespace, part: Path, seeds: list[int]) -> None:
-    """One process: tune with its seeds, then measure what no process has measured yet."""
+    """Run one process: tune with its seeds, then measure choices that no process has measured yet."""
     torch.set_num_threads(args.threads)
     read = read_lines(part)
     records = [record for record, _ in read]
@@ -148,7 +151,7 @@ def work(args: argparse.Namespace, part: Path, seeds: list[int]) -> None:
             file.write(record)
 
         def measure_once(setting: dict[str, Any] | None) -> None:
-            if setting not in [one["setting"] for one in _everywhere(part) if one["record"] == "fresh"]:
+            if setting not in [record["setting"] for record in _everywhere(part) if record["record"] == "fresh"]:
                 write(measure(args, subject, setting))
 
         if 0 in seeds:
@@ -156,9 +159,9 @@ def work(args: argparse.Namespace, part: Path, seeds: list[int]) -> None:
         for seed in seeds:
             if seed not in done:
                 write(tune(args, subject, seed))
-            (found,) = (one for one in records if one["record"] == "tuning" and one["seed"] == seed)
-            if found["setting"]:
-                measure_once(found["setting"])
+            (tuning,) = (record for record in records if record["record"] == "tuning" and record["seed"] == seed)
+            if tuning["setting"]:
+                measure_once(tuning["setting"])
 
 
 def _everywhere(part: Path) -> list[dict[str, Any]]:
@@ -167,44 +170,46 @@ def _everywhere(part: Path) -> list[dict[str, Any]]:
 
 
 def collect(args: argparse.Namespace) -> None:
-    """Put the parts together: what was promised, what was measured, whether it was kept."""
+    """Join the files of all processes, and compare the promises with the measurements."""
     records = _everywhere(_part(args.out, 0))
-    fresh = {json.dumps(one["setting"]): one["right"] for one in records if one["record"] == "fresh"}
+    fresh = {json.dumps(record["setting"]): record["right"] for record in records if record["record"] == "fresh"}
     base = np.array(list(map(int, fresh["null"])))
-    found = [one for one in records if one["record"] == "tuning"]
-    found = [one for one in found if one["setting"] is None or json.dumps(one["setting"]) in fresh]  # of a run so far
-    found.sort(key=lambda one: one["seed"])
-    for one in found:
-        if one["setting"] is not None:
-            drops = base - np.array(list(map(int, fresh[json.dumps(one["setting"])])))
+    tunings = [record for record in records if record["record"] == "tuning"]
+    tunings = [
+        tuning for tuning in tunings if tuning["setting"] is None or json.dumps(tuning["setting"]) in fresh
+    ]  # the choices of an interrupted run may not be measured yet
+    tunings.sort(key=lambda tuning: tuning["seed"])
+    for tuning in tunings:
+        if tuning["setting"] is not None:
+            drops = base - np.array(list(map(int, fresh[json.dumps(tuning["setting"])])))
             spread = float(drops.std() / math.sqrt(len(drops)))
-            one["fresh"] = {
+            tuning["fresh"] = {
                 "drop": float(drops.mean()),
                 "standard_error": spread,
                 "below": compute_upper_bound(drops, 0.05),
             }
-            one["kept"] = bool(drops.mean() < args.max_drop)
-    told = header(
+            tuning["kept"] = bool(drops.mean() < args.max_drop)
+    first = header(
         torch.device("cpu"), max_drop=args.max_drop, confidence=args.confidence, methods=args.methods, keep=args.keep,
         pictures=args.images, fresh=args.fresh, photos=len(load_photos("heldout")), unpatched=float(base.mean()),
     )  # fmt: skip
-    measured = [one for one in records if one["record"] == "fresh"]
-    args.out.write_text("".join(json.dumps(one) + "\n" for one in [told, *found, *measured]))
+    measured = [record for record in records if record["record"] == "fresh"]
+    args.out.write_text("".join(json.dumps(record) + "\n" for record in [first, *tunings, *measured]))
 
 
 def table(path: Path) -> str:
     """Return the results in Markdown."""
     head, *records = (json.loads(line) for line in path.read_text().splitlines())
-    found = [one for one in records if one["record"] == "tuning"]
-    chosen = [one for one in found if one["setting"]]
-    held = found[0]["held_out"]["questions"]
-    lost = sorted(100 * one["fresh"]["drop"] for one in chosen)
+    tunings = [record for record in records if record["record"] == "tuning"]
+    chosen = [tuning for tuning in tunings if tuning["setting"]]
+    held = tunings[0]["held_out"]["questions"]
+    lost = sorted(100 * tuning["fresh"]["drop"] for tuning in chosen)
     return (
         f"Promise: less than {100 * head['max_drop']:g} points lost, confidence {100 * head['confidence']:g} %. Tuned "
         f"on {8 * head['pictures']} questions of each seed ({held} held out), measured again on {8 * head['fresh']} "
-        f"fresh ones, of which the unpatched model gets {100 * head['unpatched']:.1f} % right. Kept in "
-        f"{sum(one['kept'] for one in chosen)} of {len(chosen)} choices, of {len(found)} seeds. The choices lost "
-        f"{lost[0]:.2f} to {lost[-1]:.2f} points ([raw data](../../benchmarks/results/cpu/tuner_promise.jsonl))."
+        f"new questions (unpatched accuracy {100 * head['unpatched']:.1f} %). Kept in "
+        f"{sum(tuning['kept'] for tuning in chosen)} of {len(chosen)} choices, of {len(tunings)} seeds. The choices "
+        f"lost {lost[0]:.2f} to {lost[-1]:.2f} points ([raw data](../../benchmarks/results/cpu/tuner_promise.jsonl))."
     )
 
 
@@ -219,13 +224,13 @@ def main() -> None:
     parser.add_argument("--confidence", type=float, default=0.95)
     parser.add_argument("--methods", default="dart,divprune,fastv,pool")
     parser.add_argument("--keep", default="0.75,0.5,0.25")
-    parser.add_argument("--images", type=int, default=125, help="to tune on, of each seed; 8 questions each")
-    parser.add_argument("--fresh", type=int, default=300, help="images to measure on; 8 questions each")
+    parser.add_argument("--images", type=int, default=125, help="tuning images per seed, with 8 questions each")
+    parser.add_argument("--fresh", type=int, default=300, help="images to measure on, with 8 questions each")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1, help="of each worker")
+    parser.add_argument("--threads", type=int, default=1, help="threads per worker")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--page", action="store_true", help="write the table of --out into docs/measure/tune.md")
-    parser.add_argument("--collect", action="store_true", help="put together what a run that was stopped has so far")
+    parser.add_argument("--collect", action="store_true", help="join the files of an interrupted run")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.page:
@@ -241,7 +246,7 @@ def main() -> None:
     workers = [subprocess.Popen([sys.executable, *sys.argv, "--rank", str(rank)]) for rank in range(args.workers)]
     codes = [worker.wait() for worker in workers]
     if any(codes):
-        raise SystemExit("a worker failed; the same command goes on")
+        raise SystemExit("A worker failed. Run the same command to continue.")
     collect(args)
     print(table(args.out))
 

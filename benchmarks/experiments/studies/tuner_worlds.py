@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often does the tuner answer, and how often wrongly? Search in simulated worlds whose true losses are known.
+"""Measure how often the tuner finds a setting, and how often it is wrong, in simulated worlds with known losses.
 
-python experiments/studies/tuner_worlds.py --search NAME   # adds rows under this name, in place of those it has
+python experiments/studies/tuner_worlds.py --search NAME   # add rows under this name, or replace them
 python experiments/studies/tuner_worlds.py --page        # write the table of results into docs/measure/tune.md
 
-Answers are drawn, so that no model is needed. A question that one setting gets wrong is a hard one for the others, too.
-With PYTHONPATH the tuner of another checkout can be measured.
+Answers are drawn at random, so no model is needed. Errors are correlated: a question that one setting answers wrongly
+is hard for the other settings, too. Set PYTHONPATH to measure the tuner of another checkout. The raw file is
+results/tuner_worlds.jsonl.
 """
 
 from __future__ import annotations
@@ -28,20 +29,26 @@ from tokenprune_bench.tuning import Promise, Tuner, tuner
 
 RESULTS = Path(__file__).parents[2] / "results/tuner_worlds.jsonl"
 PAGE = Path(__file__).parents[3] / "docs/measure/tune.md"
-SHOWN = "after"  # of the searches that were simulated
+SHOWN = "after"  # name of the search in the page's table
 BEGIN, END = "<!-- worlds:begin (benchmarks/experiments/studies/tuner_worlds.py --page) -->", "<!-- worlds:end -->"
 LIMIT, CONFIDENCE = 0.03, 0.95
-RIGHT = 0.9  # share of the questions that the unpatched model gets right
-ALIKE = 0.5  # correlation of how hard a question is for two settings
+RIGHT = 0.9  # accuracy of the unpatched model
+ALIKE = 0.5  # correlation of a question's difficulty between two settings
 METHODS = ("dart", "divprune", "pool", "visionzip", "prumerge", "tome", "cdpruner", "scope")
-COSTS = {0.75: 0.72, 0.5: 0.47, 0.25: 0.24}  # prefill FLOPs, patched / unpatched, of the shipped model
-INSIDE = {0.75: 0.82, 0.5: 0.65, 0.25: 0.49}  # of a cut inside the decoder
+COSTS = {0.75: 0.72, 0.5: 0.47, 0.25: 0.24}  # prefill FLOPs of the shipped model, patched / unpatched
+INSIDE = {0.75: 0.82, 0.5: 0.65, 0.25: 0.49}  # the same for a cut inside the decoder
 
 
 @dataclass(frozen=True)
 class World:
-    """losses: the true drop and the cost for each method and keep. changed: share of answers that get better and,
-    beyond the drop, as many that get worse."""
+    """A simulated world.
+
+    Attributes:
+        title: Label in the table.
+        questions: Number of questions.
+        losses: True drop and cost of each method and keep.
+        changed: Share of answers that improve, and share that get worse in addition to the drop.
+    """
 
     title: str
     questions: int
@@ -49,17 +56,17 @@ class World:
     changed: float = 0.0
 
 
-def _all(of: Callable[[int, float], float], methods: int = 4) -> dict[tuple[str, float], tuple[float, float]]:
+def _all(loss: Callable[[int, float], float], methods: int = 4) -> dict[tuple[str, float], tuple[float, float]]:
     names = enumerate(METHODS[:methods])
-    return {(name, keep): (of(place, keep), cost) for place, name in names for keep, cost in COSTS.items()}
+    return {(name, keep): (loss(index, keep), cost) for index, name in names for keep, cost in COSTS.items()}
 
 
-def _gradual(place: int, keep: float) -> float:
-    return 0.04 * (place + 1) * (1 - keep) ** 2
+def _gradual(index: int, keep: float) -> float:
+    return 0.04 * (index + 1) * (1 - keep) ** 2
 
 
-def _mixed(place: int, keep: float) -> float:
-    return LIMIT * (0.6 + 0.6 * ((3 * place + 4 * keep) * 5 % 24) / 23)
+def _mixed(index: int, keep: float) -> float:
+    return LIMIT * (0.6 + 0.6 * ((3 * index + 4 * keep) * 5 % 24) / 23)
 
 
 _SHIPPED = {
@@ -72,22 +79,22 @@ _SHIPPED = {
     for keep, drop in zip(costs, drops, strict=True)
 }
 WORLDS = {
-    "harmless": World("nothing is lost", 300, _all(lambda place, keep: 0.0), 0.001),
-    "harmful": World("all lose just the limit", 600, _all(lambda place, keep: LIMIT), 0.005),
+    "harmless": World("nothing is lost", 300, _all(lambda index, keep: 0.0), 0.001),
+    "harmful": World("all lose just the limit", 600, _all(lambda index, keep: LIMIT), 0.005),
     "one": World(
         "one passes, the others lose 1.5 limits",
         300,
-        _all(lambda place, keep: 1.5 * LIMIT) | {("pool", 0.75): (0.0, 0.72)},
+        _all(lambda index, keep: 1.5 * LIMIT) | {("pool", 0.75): (0.0, 0.72)},
     ),
     "gradual": World("the less is kept the more is lost", 600, _all(_gradual), 0.002),
     "shipped": World("as the shipped model, few questions", 208, _SHIPPED, 0.002),
     "bound": World("24 settings lose 0.6 to 1.2 limits", 1500, _all(_mixed, 8), 0.005),
-    "reversed": World("the less is kept the less is lost", 300, _all(lambda place, keep: LIMIT * 3 * (keep - 0.25))),
+    "reversed": World("the less is kept the less is lost", 300, _all(lambda index, keep: LIMIT * 3 * (keep - 0.25))),
 }
 
 
 class Simulated:
-    """A panel of drawn answers to the questions of a world."""
+    """Evaluator with random answers to the questions of a world."""
 
     videos = False
 
@@ -110,8 +117,8 @@ class Simulated:
         self.asked += len(chunk)
         on_batch(len(chunk))
 
-    def scores(self, candidate: Setting | None, numbers: Sequence[int]) -> np.ndarray:
-        return self.answers[candidate][list(numbers)]
+    def scores(self, candidate: Setting | None, indices: Sequence[int]) -> np.ndarray:
+        return self.answers[candidate][list(indices)]
 
     def cost(self, candidate: Setting) -> dict[str, Any]:
         ratio = self.share[candidate]
@@ -123,53 +130,52 @@ class Simulated:
     def predict(self, candidate: Setting) -> dict[str, float]:
         return {"flops": self.share[candidate]}
 
-    def time(self, candidate: Setting, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
+    def time(self, candidate: Setting, indices: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
         ratio = dict.fromkeys(("p20", "p50", "p80"), self.share[candidate])
         return {"ttft_ratio": ratio, "ttft_ms_unpatched": {"p50": 1.0}}
 
 
 def play(name: str, runs: int) -> dict[str, Any]:
-    """Tune in `runs` draws of a world; "broken": choices whose true drop is not below the limit."""
+    """Tune in `runs` draws of a world. "broken" counts choices whose true drop is not below the limit."""
     world, chosen, tests, asked = WORLDS[name], [], 0, 0
     for run in range(runs):
         panel = Simulated(world, np.random.default_rng([list(WORLDS).index(name), run]))
-        found = Tuner(panel, list(panel.true), Promise(LIMIT, CONFIDENCE), seed=run, objective="flops").run()
-        tests, asked = tests + len(found.tested), asked + panel.asked
-        if found.choice is not None:
-            chosen.append((panel.true[found.choice.candidate], panel.share[found.choice.candidate]))
+        result = Tuner(panel, list(panel.true), Promise(LIMIT, CONFIDENCE), seed=run, objective="flops").run()
+        tests, asked = tests + len(result.tested), asked + panel.asked
+        if result.choice is not None:
+            chosen.append((panel.true[result.choice.candidate], panel.share[result.choice.candidate]))
     return {
         "world": name, "questions": world.questions, "runs": runs, "answered": len(chosen),
         "broken": sum(drop >= LIMIT for drop, _ in chosen),
-        "saved": round(sum(1 - share for _, share in chosen) / runs, 4),  # nothing where there is no answer
+        "saved": round(sum(1 - share for _, share in chosen) / runs, 4),  # zero without a choice
         "tests": round(tests / runs, 2), "asked": round(asked / runs),
     }  # fmt: skip
 
 
 def table(path: Path) -> str:
-    """Return the table in Markdown: for each world, what the search that is in force does."""
+    """Return the Markdown table of the shown search in each world."""
     (head, *records) = map(json.loads, path.read_text().splitlines())
     lines = [
         f"Promise: less than {100 * head['limit']:g} points lost, confidence {100 * head['confidence']:g} %. Saved: "
-        "prefill FLOPs, nothing where there is no answer. A promise is false where the true loss of the choice is not "
-        "below the limit.",
+        "prefill FLOPs, 0 without a choice. A promise is false if the true loss of the choice is not below the limit.",
         "",
-        "| world | questions | runs | answered | false promises | saved on average | answers asked for |",
+        "| world | questions | runs | answered | false promises | saved on average | questions asked |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, world in WORLDS.items():
         lines += [
-            f"| {world.title} | {one['questions']} | {one['runs']} "
-            f"| {one['answered'] / one['runs']:.0%} | {one['broken'] / one['runs']:.1%} | {one['saved']:.0%} "
-            f"| {one['asked']} |"
-            for one in records
-            if one["world"] == name and one["search"] == SHOWN
+            f"| {world.title} | {record['questions']} | {record['runs']} "
+            f"| {record['answered'] / record['runs']:.0%} | {record['broken'] / record['runs']:.1%} "
+            f"| {record['saved']:.0%} | {record['asked']} |"
+            for record in records
+            if record["world"] == name and record["search"] == SHOWN
         ]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--search", default="today", help="a name for the search that is simulated")
+    parser.add_argument("--search", default="today", help="name of the simulated search")
     parser.add_argument("--worlds", default=",".join(WORLDS))
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--page", action="store_true", help="write the table of --out into docs/measure/tune.md")
@@ -178,14 +184,14 @@ def main() -> None:
     if args.page:
         fill_page(PAGE, BEGIN, END, table(args.out))
         return
-    # What a tuner only reports, and decides nothing by, would take most of the time.
-    tuner.compute_upper_bound, tuner.estimate_questions_needed = lambda drops, level: 1.0, lambda *given: None
+    # Skip values that the tuner only reports, because they would take most of the time.
+    tuner.compute_upper_bound, tuner.estimate_questions_needed = lambda drops, level: 1.0, lambda *arguments: None
     records = read(args.out)[1] if args.out.exists() else []
     for name in args.worlds.split(","):
-        made = {"search": args.search, "code": code_version()} | play(name, args.runs)
-        records = [one for one in records if (one["search"], one["world"]) != (args.search, name)] + [made]
+        row = {"search": args.search, "code": code_version()} | play(name, args.runs)
+        records = [record for record in records if (record["search"], record["world"]) != (args.search, name)] + [row]
         write(args.out, [header(torch.device("cpu"), limit=LIMIT, confidence=CONFIDENCE), *records])
-        print(made, flush=True)
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

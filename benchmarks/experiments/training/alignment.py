@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 2: the projector learns to give each patch the embeddings of the words that describe it.
+"""Stage 2: train the projector to map each patch to the embeddings of the words that describe it.
 
-The embedding table is shared with the language model's output layer, so after this short stage a question's noun
-already points at the patches that show it, and a patch already says the words that answer; the lookups that the
-language model has to learn start from there instead of from two unrelated spaces.
+The embedding table is shared with the language model's output layer. After this short stage, a question's noun is
+similar to the patches that show it, and a patch is similar to the words of its answers. The language model starts its
+training from there instead of from two unrelated spaces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLURAL = [ID[f"{k}s"] for k in LARGE]
 
 @torch.no_grad()
 def prepare(model, pixels: torch.Tensor) -> None:
-    """Scale the language side's first weights: well-fed projector, larger embeddings, quieter blocks."""
+    """Scale the initial weights: normalized projector inputs, larger embeddings, smaller block outputs."""
     features = model.model.vision_tower(pixels).last_hidden_state[:, 1:].flatten(0, 1)
     mean, std = features.mean(0), features.std(0)
     first, second = model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2
@@ -38,7 +38,7 @@ def prepare(model, pixels: torch.Tensor) -> None:
 
 
 def word_loss(model, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    """Cross-entropy of each patch against the words of each group that applies to it, and the groups' accuracies."""
+    """Return the cross-entropy of each patch with the words of its groups, and the accuracy of each group."""
     projected = model.model.multi_modal_projector(hidden[:, 1:]).flatten(0, 1)
     logits = F.rms_norm(projected, projected.shape[-1:]) @ model.model.language_model.embed_tokens.weight.T
     label = {name: labels[:, i].flatten() for i, name in enumerate(NAMES)}
@@ -67,10 +67,10 @@ def word_loss(model, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.
 
 @torch.no_grad()
 def amplify_side_words(model, factor: float) -> None:
-    """Let the last head of the first layer speak up about which side word it reads (left, right, upper, lower).
+    """Amplify the side words (left, right, upper, lower) in the last head of the first layer.
 
-    Scales its output by ``factor`` within the span of the differences between the four words' values, and leaves the
-    rest of the head alone.
+    Scales the head's output by ``factor`` within the span of the differences between the four words' values. The rest
+    of the output does not change.
     """
     layer, words = model.model.language_model.layers[0], [ID[w] for w in ("left", "right", "upper", "lower")]
     width = layer.self_attn.head_dim

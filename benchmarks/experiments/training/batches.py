@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches drawn on the fly, in a worker process, each from its own seed: (run seed, stage, batch number)."""
+"""Draw batches in a worker process, each from the seed (run seed, stage, batch index)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def words(text: str) -> list[int]:
 
 
 def straddles(scene: Scene, question: SceneQuestion) -> bool:
-    """Whether the two things of a grounding question lie in different halves of the picture, which is easier."""
+    """Return whether the two things of a grounding question are in different halves of the picture (easier)."""
     axis = 0 if "left" in question.text or "right" in question.text else 1
     target = next(item for item in scene.items if item.box == question.boxes[0])
     ends = [item.center[axis] for item in scene.items if item.what == target.what]
@@ -42,7 +42,7 @@ def straddles(scene: Scene, question: SceneQuestion) -> bool:
 
 
 def choose(rng: np.random.Generator, scene: Scene, mix: dict[str, int]) -> list[SceneQuestion]:
-    """Up to ``mix[kind]`` questions of each kind, with the answers of presence and count evened out."""
+    """Choose up to ``mix[kind]`` questions of each kind, with balanced answers for presence and count."""
     chosen = []
     for kind in KINDS:
         pool = scene.of_kind(kind)
@@ -63,16 +63,16 @@ def choose(rng: np.random.Generator, scene: Scene, mix: dict[str, int]) -> list[
 
 
 def evidence(scene: Scene, question: SceneQuestion) -> np.ndarray | None:
-    """Patches of the one thing that a question about a small thing or one of two things is about, else None."""
+    """Return a mask of the patches that show the answer of a "small" or "grounding" question, else None."""
     if question.kind not in ("small", "grounding"):
         return None
-    number = 1 + [item.box for item in scene.items].index(question.boxes[0])
+    owner_index = 1 + [item.box for item in scene.items].index(question.boxes[0])
     cover = scene.owner.reshape(GRID, PATCH, GRID, PATCH).transpose(0, 2, 1, 3).reshape(GRID * GRID, -1)
-    return (cover == number).mean(1) > 0.1
+    return (cover == owner_index).mean(1) > 0.1
 
 
 def draw_batch(seed: tuple[int, ...], stage: int, size: int, mix: dict[str, int], split: str = "train") -> tuple:
-    """Pictures as bytes with patch labels (stages 1 and 2) or with chosen questions (later stages)."""
+    """Draw pictures as bytes, with patch labels (stages 1 and 2) or with chosen questions (later stages)."""
     rng, photos = np.random.default_rng(seed), load_photos(split)
     scenes = [draw_scene(rng, photos, texts=int(rng.integers(2, 6)) if stage < 3 else 1) for _ in range(size)]
     pixels = np.stack([np.asarray(s.image) for s in scenes])
@@ -84,14 +84,14 @@ def draw_batch(seed: tuple[int, ...], stage: int, size: int, mix: dict[str, int]
 
 def _work(queue, seed: int, stage: int, start: int, size: int, mix: dict[str, int]) -> None:
     os.setpriority(os.PRIO_PROCESS, 0, 5)
-    number = start
+    index = start
     while True:
-        queue.put(draw_batch((seed, stage, number), stage, size, mix))
-        number += 1
+        queue.put(draw_batch((seed, stage, index), stage, size, mix))
+        index += 1
 
 
 class Batches:
-    """Iterator over batches that one background process draws ahead."""
+    """Iterator over batches that a background process draws in advance."""
 
     def __init__(self, seed: int, stage: int, start: int, size: int, mix: dict[str, int]) -> None:
         context = mp.get_context("spawn")
@@ -108,15 +108,15 @@ class Batches:
 
 
 def to_pixels(pixels: np.ndarray) -> torch.Tensor:
-    """The same numbers that the image processor gives."""
+    """Return the values that the image processor would return."""
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
 
 
 def pack(questions: list[list[tuple]], n_image: int) -> dict[str, torch.Tensor]:
-    """Many questions on one picture in one sequence, each blind to the others.
+    """Pack the questions about each picture into one sequence with a block mask.
 
-    A question sees the prompt's beginning, the picture and itself, and its positions go on from the picture's end; so
-    each is computed exactly as if it had been asked alone, for a fraction of the price.
+    A question attends to the prompt's beginning, the picture and itself, and its positions continue after the picture.
+    Each question therefore has the same result as in a separate prompt, at a fraction of the cost.
     """
     rows, asks, evidence = [], [], []
     for group in questions:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibrate `dymu` for the demo model, on freshly drawn pictures over the photographs of the training split.
+"""Calibrate `dymu` for the demo model on newly drawn pictures over the photographs of the training split.
 
     python benchmarks/experiments/training/calibrate_demo_vlm.py
 
-Writes methods/encoder/data/demo_vlm.safetensors. The seed is none that training or the held-out set draws from.
+Writes methods/encoder/data/demo_vlm.safetensors. Neither training nor the held-out set uses this seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenprune_demo.scenes import draw_scene, load_photos
 def pictures(seed: int, count: int) -> Iterator[Image.Image]:
     rng, photos = np.random.default_rng(seed), load_photos("train")
     if len(photos) != 10:
-        raise SystemExit("the training photographs come with scikit-image and scikit-learn: install the dev extra")
+        raise SystemExit("Training photographs are missing. Install the dev extra (scikit-image and scikit-learn).")
     for _ in range(count):
         yield draw_scene(rng, photos).image
 
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("tokenprune/methods/encoder/data/demo_vlm.safetensors"))
     args = parser.parse_args()
     subject = load_model(device="cpu")
-    found = calibrate(
+    thresholds = calibrate(
         subject.model,
         pictures(args.seed, args.pictures),
         processor=subject.processor,
@@ -45,8 +45,8 @@ def main() -> None:
         batch_size=args.batch_size,
         out=args.out,
     )
-    for keep in found.keeps:
-        print(keep, [round(value, 4) for value in found.values[keep].tolist()])
+    for keep in thresholds.keeps:
+        print(keep, [round(value, 4) for value in thresholds.values[keep].tolist()])
 
 
 if __name__ == "__main__":

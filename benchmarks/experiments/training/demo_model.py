@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo model: an ordinary LLaVA checkpoint of about 4 million parameters with its processor and tokenizer."""
+"""The demo model: a LLaVA checkpoint with about 4 million parameters, its processor and tokenizer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHAT_TEMPLATE = (
 
 
 def build_model(seed: int = 0) -> LlavaForConditionalGeneration:
-    """The untrained model."""
+    """Build the untrained model."""
     torch.manual_seed(seed)
     vision = CLIPVisionConfig(
         hidden_size=192,
@@ -89,7 +89,7 @@ def build_model(seed: int = 0) -> LlavaForConditionalGeneration:
 
 
 def build_processor() -> LlavaProcessor:
-    """A word-level tokenizer, the CLIP image processor and the chat template in one processor."""
+    """Build a processor with a word-level tokenizer, the CLIP image processor and the chat template."""
     words = Tokenizer(WordLevel(ID, unk_token="<unk>"))
     words.normalizer = Lowercase()
     words.pre_tokenizer = Split(Regex(r"\w+(?:-\w+)*|[^\w\s]"), behavior="removed", invert=True)
@@ -121,12 +121,12 @@ def build_processor() -> LlavaProcessor:
 
 
 def prompt(question: str) -> str:
-    """The text that the processor is given for a single question; the tokenizer adds ``<bos>``."""
+    """Return the processor's text for a single question. The tokenizer adds ``<bos>``."""
     return f"user: <image> {question} assistant:"
 
 
 def export(model: LlavaForConditionalGeneration, folder: Path) -> None:
-    """Save model and processor; the folder is swapped in whole, so that readers never see half a checkpoint."""
+    """Save model and processor. The folder is replaced atomically, so readers never see a partial checkpoint."""
     folder = Path(folder)
     fresh, old = (folder.with_name(f".{folder.name}.{tag}") for tag in ("new", "old"))
     for path in (fresh, old):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy of a saved checkpoint on the held-out set, per kind, through its own processor and ``generate``."""
+"""Measure the accuracy of a saved checkpoint on the held-out set by kind, with its processor and ``generate``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokenprune_demo.scenes import KINDS
 
 
 def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % confidence interval of a share."""
+    """Return the 95 % confidence interval of a share."""
     p, d = right / n, 1 + z * z / n
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return round((middle - half) / d, 4), round((middle + half) / d, 4)
@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=Path("demo/tokenprune_demo/models/demo_vlm"))
     parser.add_argument("--heldout", type=Path, default=Path("demo/tokenprune_demo/heldout"))
-    parser.add_argument("--pictures", type=int, help="only the first so many")
+    parser.add_argument("--pictures", type=int, help="maximum number of pictures")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/experiments/training/heldout_accuracy.json"))

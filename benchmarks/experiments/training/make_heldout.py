@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the fixed held-out set: every picture is asked one question of each kind, answers evened out within a kind.
+"""Draw the fixed held-out set: one question of each kind per picture, with balanced answers within a kind.
 
-Its photographs are never used in training, and its seed is far from the seeds that training draws from.
+Training uses other photographs and distant seeds.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ ANSWERS = {
 
 
 def one_of_each(
-    rng: np.random.Generator, scene: Scene, seen: Counter, limit: dict[str, int]
+    rng: np.random.Generator, scene: Scene, counts: Counter, limit: dict[str, int]
 ) -> list[SceneQuestion] | None:
-    """One question of each kind, the scarcest answer first; None if some kind has none left within its limit."""
+    """Choose one question of each kind, rarest answer first. Return None if a kind has no answer below its limit."""
     chosen = []
     for kind in KINDS:
-        pool = [q for q in scene.of_kind(kind) if seen[kind, q.answer] < limit[kind]]
+        pool = [q for q in scene.of_kind(kind) if counts[kind, q.answer] < limit[kind]]
         if not pool:
             return None
-        fewest = min(seen[kind, q.answer] for q in pool)
-        pool = [q for q in pool if seen[kind, q.answer] == fewest]
+        fewest = min(counts[kind, q.answer] for q in pool)
+        pool = [q for q in pool if counts[kind, q.answer] == fewest]
         chosen.append(pool[rng.integers(len(pool))])
     return chosen
 
@@ -49,23 +49,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seed", type=int, default=20260101)
     parser.add_argument("--pictures", type=int, default=200)
-    parser.add_argument("--quality", type=int, default=92, help="JPEG quality, without colour subsampling")
+    parser.add_argument("--quality", type=int, default=92, help="JPEG quality, without color subsampling")
     parser.add_argument("--out", type=Path, default=Path("demo/tokenprune_demo/heldout"))
     args = parser.parse_args()
 
-    rng, photos, seen, rows = np.random.default_rng(args.seed), load_photos("heldout"), Counter(), []
+    rng, photos, counts, rows = np.random.default_rng(args.seed), load_photos("heldout"), Counter(), []
     if len(photos) != 3:
-        raise SystemExit("the held-out photographs come with scikit-image and matplotlib: install the training extra")
+        raise SystemExit("Held-out photographs are missing. Install the training extra (scikit-image and matplotlib).")
     limit = {kind: math.ceil(1.1 * args.pictures / n) for kind, n in ANSWERS.items()}
     fresh = args.out.with_name(f".{args.out.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     (fresh / "pictures").mkdir(parents=True)
     while len(rows) < args.pictures:
         scene = draw_scene(rng, photos)
-        chosen = one_of_each(rng, scene, seen, limit)
+        chosen = one_of_each(rng, scene, counts, limit)
         if chosen is None:
             continue
-        seen.update((q.kind, q.answer) for q in chosen)
+        counts.update((q.kind, q.answer) for q in chosen)
         name = f"pictures/{len(rows):03d}.jpg"
         scene.image.save(fresh / name, quality=args.quality, subsampling=0, optimize=True)
         questions = [{"kind": q.kind, "question": q.text, "answer": q.answer, "boxes": q.boxes} for q in chosen]
@@ -80,7 +80,7 @@ def main() -> None:
     os.replace(fresh, args.out)
     shutil.rmtree(old, ignore_errors=True)
     for kind in KINDS:
-        print(kind, dict(sorted((answer, n) for (k, answer), n in seen.items() if k == kind)))
+        print(kind, dict(sorted((answer, n) for (k, answer), n in counts.items() if k == kind)))
 
 
 if __name__ == "__main__":

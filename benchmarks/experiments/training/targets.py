@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 1: what each patch of the vision tower has to tell, and the linear head that asks it."""
+"""Stage 1: labels of each patch for the vision tower, and the linear head that predicts them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IGNORE = -100
 
 
 def letter_labels(scene: Scene) -> np.ndarray:
-    """How much of each letter of the alphabet lies in each patch, ``[patch, letter]``; -1 off the signs."""
+    """Return the share of each letter in each patch of a sign, shape (patches, letters); -1 outside signs."""
     labels, start = np.full((GRID, GRID, len(LETTERS)), -1, np.float32), np.arange(GRID) * PATCH
     for item in scene.items:
         if item.what != "sign":
@@ -38,7 +38,7 @@ def letter_labels(scene: Scene) -> np.ndarray:
 
 
 def patch_labels(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
-    """Labels ``[head, patch]`` and which shapes are present; patches that an item merely grazes are left out."""
+    """Return labels, shape (heads, patches), and the present shapes. Patches at the edge of an item are ignored."""
     cover = scene.owner.reshape(GRID, PATCH, GRID, PATCH).transpose(0, 2, 1, 3).reshape(GRID * GRID, -1)
     labels = np.full((len(HEADS), GRID * GRID), IGNORE, np.int64)
     labels[:2] = 0
@@ -64,7 +64,7 @@ def patch_labels(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
 
 
 class PatchHead(nn.Module):
-    """Linear read-outs: item, colour, digit, word, centre, row and column per patch; shapes present from CLS."""
+    """Linear heads: item, color, digit, word, center, row and column per patch, and present shapes from CLS."""
 
     def __init__(self, width: int = 192) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class PatchHead(nn.Module):
     def loss(
         self, hidden: torch.Tensor, labels: torch.Tensor, present: torch.Tensor, letters: torch.Tensor
     ) -> torch.Tensor:
-        """Sum of the heads' losses; items and background weigh the same however many patches each has."""
+        """Return the sum of the heads' losses. Items and background have equal weight for any number of patches."""
         out, cls = self(hidden)
         parts = {}
         for i, name in enumerate(HEADS):
@@ -103,7 +103,7 @@ class PatchHead(nn.Module):
 
     @torch.no_grad()
     def accuracy(self, hidden: torch.Tensor, labels: torch.Tensor, present: torch.Tensor) -> dict[str, float]:
-        """Share of patches read rightly, for each head and each sort of item."""
+        """Return the share of correctly predicted patches for each head and each sort of item."""
         out, cls = self(hidden)
         guess = {name: logits.argmax(-1) for name, logits in out.items()}
         what, result = labels[:, 0], {}

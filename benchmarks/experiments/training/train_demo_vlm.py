@@ -2,9 +2,9 @@
 """Train the small vision-language model that ships with tokenprune, on one CPU core, from drawn pictures.
 
 Four stages: (1) the vision tower with a linear head on per-patch labels; (2) projector and word embeddings, so that
-patches name what they show; (3) projector and language model on questions, tower frozen, projected tokens averaged
-2 x 2 to 64; (4) the same with all 256 tokens, the tower thawed at a small rate for the last part if asked for.
-See benchmarks/experiments/training/README.md for the run that made the shipped checkpoint.
+patches are similar to the words for their content; (3) projector and language model on questions, with a frozen tower
+and projected tokens averaged 2 x 2 to 64; (4) the same with all 256 tokens, optionally with the tower at a small
+learning rate for the last part. benchmarks/experiments/training/README.md describes the run of the shipped checkpoint.
 """
 
 from __future__ import annotations
@@ -29,22 +29,27 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--seed", type=int, default=0)
-    add("--stages", default="1,2,3,4", help="which stages to run, in order")
-    add("--seconds", default="1800,120,1400,2000", help="length of each of these stages")
-    add("--batch", default="16,16,16,12", help="pictures per step in each of these stages")
-    add("--lr", default="1.2e-3,2e-3,1e-3,1e-3", help="highest learning rate of each of these stages")
-    add("--decay", default="0.5,0.5,0.05,0.5", help="last share of each of these stages in which the rate falls")
+    add("--stages", default="1,2,3,4", help="stages to run, in order")
+    add("--seconds", default="1800,120,1400,2000", help="length of each stage")
+    add("--batch", default="16,16,16,12", help="pictures per step in each stage")
+    add("--lr", default="1.2e-3,2e-3,1e-3,1e-3", help="highest learning rate of each stage")
+    add("--decay", default="0.5,0.5,0.05,0.5", help="share of each stage with a falling rate, at the end")
     add("--mix", default="", help="questions per picture, such as position=3,count=1 (others keep their default)")
-    add("--thaw", type=float, default=0.0, help="last share of stage 4 in which the tower learns too, at a tenth")
-    add("--guide", type=float, default=0.4, help="first share of stage 4 in which attention is led to the evidence")
+    add(
+        "--thaw",
+        type=float,
+        default=0.0,
+        help="last share of stage 4 that trains the tower, at a tenth of the rate",
+    )
+    add("--guide", type=float, default=0.4, help="first share of stage 4 that guides attention to the evidence")
     add("--guide-weight", type=float, default=1.0)
-    add("--amplify", type=float, default=1.0, help="scale the side words' first values once, before stage 4 begins")
+    add("--amplify", type=float, default=1.0, help="factor of the side words' first values before stage 4")
     add("--threads", type=int, default=1)
     add("--eval-seconds", type=float, default=200)
     add("--run", type=Path, default=Path("runs/demo_vlm"), help="folder of the resumable state")
     add("--log", type=Path, default=Path("benchmarks/experiments/training/log.jsonl"))
-    add("--export", type=Path, default=Path("demo/tokenprune_demo/models/demo_vlm"), help="where the checkpoint goes")
-    add("--resume", action="store_true", help="start from the state in --run")
+    add("--export", type=Path, default=Path("demo/tokenprune_demo/models/demo_vlm"), help="folder of the checkpoint")
+    add("--resume", action="store_true", help="continue from the state in --run")
     return parser.parse_args()
 
 
@@ -53,7 +58,7 @@ def tower_features(model, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def answer_logits(model, hidden: torch.Tensor, packed: dict[str, torch.Tensor], pool: bool) -> tuple:
-    """Logits at every position that has a label, and the attentions if they are computed explicitly."""
+    """Return logits at every labeled position, and attention weights if attention is eager."""
     core = model.model
     image = core.multi_modal_projector(hidden[:, 1:])
     if pool:
@@ -75,10 +80,10 @@ def answer_logits(model, hidden: torch.Tensor, packed: dict[str, torch.Tensor], 
 
 
 def guidance(attentions, packed: dict[str, torch.Tensor], layers=(1, 2, 3), begin: int = 3) -> torch.Tensor:
-    """How little of the attention of the answering token falls on the evidence, for the kinds that record it.
+    """Return a loss that guides the answer token's attention to the evidence, for kinds with evidence.
 
-    For a grounding question the last head of the first layer is also led to the word that names the side ("left"
-    in "left star ? assistant :", four tokens back), which no head finds by itself in the time there is.
+    For grounding questions, the last head of the first layer is also guided to the side word ("left" in "left star ?
+    assistant :", four tokens back). No head learns this without guidance in the available time.
     """
     row, column = packed["asks"].T
     evidence = packed["evidence"]
@@ -99,7 +104,7 @@ def guidance(attentions, packed: dict[str, torch.Tensor], layers=(1, 2, 3), begi
 
 @torch.no_grad()
 def evaluate(model, stage: int, head: PatchHead, pictures: int = 96) -> dict[str, float]:
-    """Accuracy on fresh pictures over photographs never trained on: per patch in stages 1 and 2, per question later."""
+    """Return accuracy on new pictures with held-out photographs: per patch (stages 1 and 2) or per question."""
     model.eval()
     right, total = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
     patch = []
@@ -126,7 +131,7 @@ def evaluate(model, stage: int, head: PatchHead, pictures: int = 96) -> dict[str
 
 
 def rate(progress: float, step: int, decay: float, warm: int) -> float:
-    """Trapezoid: warm-up over ``warm`` steps, flat, then a linear fall to 3 % over the last ``decay`` of the stage."""
+    """Return a trapezoid: warm-up over ``warm`` steps, flat, then a linear fall to 3 % over the last ``decay``."""
     return min(1.0, (step + 1) / warm) * max(0.03, min(1.0, (1 - progress) / decay))
 
 
@@ -206,7 +211,7 @@ def train_stage(model, head, stage: int, seconds: float, size: int, top: float, 
 
 
 class Log:
-    """JSON lines of the run, its clock, and the state to go on from."""
+    """JSON lines of the run, its clock, and the state to continue from."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.path, self.state_path, self.begin = args.log, args.run / "state.pt", time.time()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of the page: results on the left, inputs on the right."""
+"""Layout of the page: inputs on the left, results on the right; on a phone the inputs come first."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tokenprune_bench.app.snippets import LONGEST
 
 _FONTS = ["system-ui", "sans-serif"]  # local fonts, so that the page does not load fonts from the network
 _HERE = Path(__file__).parent
+_MORE_METHODS = "A method can have options (<code>dart:pivot_text=0</code>) and be combined (<code>tome+fastv</code>)."
 
 
 def build(loading: Loading, folder: Path) -> gr.Blocks:
@@ -33,38 +34,36 @@ def build(loading: Loading, folder: Path) -> gr.Blocks:
     with gr.Blocks(title="tokenprune", analytics_enabled=False) as page:
         session, about = gr.State(AppSession()), gr.Markdown(title(f"`{loading.name}` is loading …"))
         with gr.Row():
-            with gr.Column(scale=3, min_width=300):
-                # The slider is first, because changes above it would move it while it is dragged.
-                keep = gr.Slider(SMALLEST_KEEP, 1.0, value=KEEP, step=STEP, label="Share of kept visual tokens")
-                head, panels = gr.HTML(elem_id="tokenprune-head"), gr.HTML()
+            # The inputs come first: on a phone the columns are below each other, and results above the slider would
+            # move it while it is dragged.
             with gr.Column(scale=1, min_width=280):
                 file = gr.File(
-                    label="Image or video: drop it anywhere", type="filepath", height=130,
+                    label="Image or video (drop it anywhere)", type="filepath", height=100,
                     file_types=["image", "video"], elem_id="tokenprune-file",
                 )  # fmt: skip
                 question = gr.Textbox(label="Question", max_length=LONGEST)
-                first, second = (
-                    gr.Dropdown(
-                        choices=choices, value=value, label=label, info=info, allow_custom_value=True, filterable=True
-                    )
-                    for choices, value, label, info in (
-                        (
-                            drawable(False),
-                            FIRST,
-                            "Method",
-                            "also options and stacks: dart:pivot_text=0, tome+fastv",
-                        ),
-                        (["", *drawable(False)], SECOND, "and another", "optional"),
-                    )
-                )
+                with gr.Row():
+                    first, second = (
+                        gr.Dropdown(
+                            choices=choices, value=value, label=label, allow_custom_value=True, filterable=True,
+                            min_width=120,
+                        )
+                        for choices, value, label in (
+                            (drawable(False), FIRST, "Method"),
+                            (["", *drawable(False)], SECOND, "Second method"),
+                        )
+                    )  # fmt: skip
+                gr.HTML(_MORE_METHODS, elem_classes="tokenprune-hint")
+                keep = gr.Slider(SMALLEST_KEEP, 1.0, value=KEEP, step=STEP, label="Kept share of the visual tokens")
                 button = gr.Button("Compare", variant="primary")
+            with gr.Column(scale=3, min_width=300):
+                head, panels, details = gr.HTML(elem_id="tokenprune-head"), gr.HTML(), gr.HTML()
         gallery = gr.Dataset(
             components=[gr.MultimodalTextbox(visible=False)], samples=samples(examples, False), type="index",
-            label="Examples with known answers", visible=bool(examples.listed),
+            label="Examples with known answers", visible=bool(examples.listed), elem_id="tokenprune-examples",
         )  # fmt: skip
         if not examples.listed:
             gr.Markdown("Install tokenprune-demo for examples.")
-        details = gr.HTML()
         with gr.Tabs():
             lines = [_copied("Python", "python"), _copied("vLLM", "shell"), _copied("Benchmark", "shell")]
 
@@ -107,4 +106,7 @@ def launch(page: gr.Blocks, host: str, port: int, open_browser: bool, block: boo
 
 def _copied(label: str, language: str) -> gr.Code:
     with gr.Tab(label):
-        return gr.Code(language=language, label="", show_label=False, interactive=False, wrap_lines=True)
+        return gr.Code(
+            language=language, show_label=False, interactive=False, wrap_lines=True, lines=1, show_line_numbers=False,
+            elem_classes="tokenprune-code",
+        )  # fmt: skip

@@ -7,10 +7,12 @@ import base64
 import html
 import os
 import statistics
+from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tokenprune_bench.app import link
-from tokenprune_bench.app.headline import WHY_SLOWER, headline, is_slower
+from tokenprune_bench.app.headline import WHY_SLOWER, format_ratio, headline, is_slower
 from tokenprune_bench.metrics import exact
 from tokenprune_bench.profiling.machine_load import format_busy_note, get_machine_load, is_busy
 
@@ -57,7 +59,7 @@ def panels(comparison: Comparison) -> str:
     ]
     for result in comparison.asked:
         kept = f"{result.tokens} → {result.kept} visual tokens"
-        time = "" if result.ttft is None else f"first token {_ms(comparison, result)}, unpatched {_ms(comparison)}"
+        time = "" if result.ttft is None else f"first token after {_ms(comparison, result)}"
         cells.append(_panel(f"kept by {result.name}", result.name, result.drawing, kept, result.answer, right, time))
     return f"<div class='tokenprune-row{' strips' if comparison.strips else ''}'>{''.join(cells)}</div>"
 
@@ -85,36 +87,38 @@ def details(comparison: Comparison) -> str:
 
 
 def _table(comparison: Comparison) -> str:
-    titles = ("", "answer", "visual tokens", "mean of the layers", "KV cache", "first token")
-    stats = comparison.asked[0].stats
-    rows = [
-        (
-            "unpatched",
-            comparison.before,
-            comparison.tokens,
-            comparison.tokens,
-            _size(stats.kv_bytes_full),
-            _ms(comparison),
-        )
-    ]
-    for result in comparison.asked:
-        average, first = (
-            round(result.stats.visual_tokens_average),
-            f"{_ms(comparison, result)}, ×{_speed_up(result):.2f}",
-        )
-        rows.append(
-            (
-                result.name,
-                result.answer,
-                f"{result.tokens} → {result.kept}",
-                average,
-                _size(result.stats.kv_bytes),
-                first,
-            )
-        )
-    head = "".join(f"<th>{name}</th>" for name in titles)
-    cells = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class='tokenprune-table'><table><tr>{head}</tr>{cells}</table></div>"
+    """Return a table with one column per setting, which also fits a phone."""
+    unpatched = (
+        "unpatched",
+        comparison.before,
+        str(comparison.tokens),
+        str(comparison.tokens),
+        _size(comparison.asked[0].stats.kv_bytes_full),
+        _ms(comparison),
+    )
+    columns = [unpatched, *(_column(comparison, result) for result in comparison.asked)]
+    names, *values = zip(*columns, strict=True)
+    titles = ("answer", "visual tokens", "average over the layers", "KV cache", "time to first token")
+    head = "<tr><th></th>" + "".join(f"<th>{html.escape(name)}</th>" for name in names) + "</tr>"
+    body = "".join(
+        f"<tr><th>{title}</th>" + "".join(f"<td>{html.escape(str(value))}</td>" for value in row) + "</tr>"
+        for title, row in zip(titles, values, strict=True)
+    )
+    return f"<div class='tokenprune-table'><table>{head}{body}</table></div>"
+
+
+def _column(comparison: Comparison, result: SettingResult) -> tuple[str | None, ...]:
+    speed_up, change = 1 / result.ttft["ttft_ratio"]["p50"], ""
+    if not is_busy(result.ttft["load"], _CORES):  # the times of a busy machine are not judged
+        change = f" ({format_ratio(max(speed_up, 1 / speed_up))} {'faster' if speed_up > 1 else 'slower'})"
+    return (
+        result.name,
+        result.answer,
+        f"{result.tokens} → {result.kept}",
+        str(round(result.stats.visual_tokens_average)),
+        _size(result.stats.kv_bytes),
+        f"{_ms(comparison, result)}{change}",
+    )
 
 
 def _layers(comparison: Comparison) -> str:
@@ -123,14 +127,24 @@ def _layers(comparison: Comparison) -> str:
         layers = result.stats.visual_tokens_per_layer
         max_tokens = max(comparison.tokens, 1)
         bars = "".join(
-            f'<span title="layer {index}: {count}" style="height:{max(2, round(48 * count / max_tokens))}px"></span>'
+            f'<span title="layer {index}: {count}" style="--share: {round(100 * count / max_tokens)}%"></span>'
             for index, count in enumerate(layers)
         )
         parts.append(
-            f"<p>{html.escape(result.setting.to_text())}: visual tokens in layers 0 to {len(layers) - 1}: "
-            f'{", ".join(map(str, layers))}</p><div class="tokenprune-bars">{bars}</div>'
+            f"<p>{html.escape(result.name)}, visual tokens in the decoder: {_format_layers(layers)}</p>"
+            f'<div class="tokenprune-bars">{bars}</div>'
         )
     return "".join(parts)
+
+
+def _format_layers(layers: Sequence[int]) -> str:
+    """Format counts per layer, "256 in layers 0 to 1, 64 in layers 2 to 5"."""
+    parts, start = [], 0
+    for count, group in groupby(layers):
+        end = start + len(list(group)) - 1
+        parts.append(f"{count} in layer{f' {start}' if start == end else f's {start} to {end}'}")
+        start = end + 1
+    return ", ".join(parts)
 
 
 def _warnings(comparison: Comparison) -> list[str]:
@@ -151,10 +165,6 @@ def _busy_now() -> str:
 
 def _status(text: str) -> str:
     return f"<p role=status class=tokenprune-status>{html.escape(text)}</p>" if text else ""
-
-
-def _speed_up(result: SettingResult) -> float:
-    return 1 / result.ttft["ttft_ratio"]["p50"]
 
 
 def _size(num_bytes: float) -> str:

@@ -13,7 +13,7 @@ from tokenprune.cli.common import get_console, say
 from tokenprune.cli.output import print_table
 from tokenprune.errors import OptionError
 from tokenprune.selection.files import check_output
-from tokenprune_bench.cli.common import print_one_table
+from tokenprune_bench.cli.common import DetailsOption, print_one_table
 
 if TYPE_CHECKING:
     from tokenprune_bench.report.runs import Run
@@ -25,8 +25,9 @@ def report(
         list[Path], typer.Argument(help="What `tokenprune bench` wrote: folders of --run, files of --json.")
     ],
     html: Annotated[Path | None, typer.Option(help="Write one page with everything, which loads nothing else.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print all tables as Markdown.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
+    details: DetailsOption = False,
 ) -> None:
     """Write tables, plots and a page from the records of runs."""
     from tokenprune_bench.report.runs import read_runs
@@ -34,11 +35,11 @@ def report(
     if plot is not None and len(runs) > 1:
         raise OptionError("--plot draws one run: name one, or write a page of all with --html")
     check_output(html, plot)
-    show_runs(read_runs(runs), html=html, plot=plot, markdown=markdown)
+    show_runs(read_runs(runs), html=html, plot=plot, markdown=markdown, details=details or markdown)
 
 
 def show_runs(
-    runs: Sequence[Run], html: Path | None, plot: Path | None, markdown: bool = False, details: bool = True
+    runs: Sequence[Run], html: Path | None, plot: Path | None, markdown: bool = False, details: bool = False
 ) -> None:
     """Print runs and write the requested files.
 
@@ -47,25 +48,25 @@ def show_runs(
         html: File for the page.
         plot: File for the plot of the first run.
         markdown: Print Markdown.
-        details: Print all tables, warnings and verdicts. If False, print one table and at most three sentences.
+        details: Print all tables, warnings and verdicts. If False, print one table and at most three sentences per
+            group of runs with the same questions.
     """
     from rich.text import Text
 
     from tokenprune_bench.report.compare import build_comparisons
     from tokenprune_bench.report.page import make_page
     from tokenprune_bench.report.png import plot_png, write
-    from tokenprune_bench.report.summary import build_summary_table, describe_summary
+    from tokenprune_bench.report.summary import summarize
     from tokenprune_bench.report.verdict import find_verdicts
     from tokenprune_bench.report.warnings import format_warnings
     from tokenprune_bench.tables import build_tables
 
     console = get_console()
-    for run in runs:
-        if not details:
-            print_one_table(build_summary_table(run.results))
-            for sentence in describe_summary(run.results):
-                say(sentence, "bold")
-            continue
+    for table, sentences in () if details else summarize(runs):
+        print_one_table(table)
+        for sentence in sentences:
+            say(sentence, "bold")
+    for run in runs if details else ():
         if run.label:
             title = f"{run.title} ({run.model})"
             console.print(Text(f"## {title}\n" if markdown else title, style="bold"), soft_wrap=True)
@@ -75,7 +76,7 @@ def show_runs(
             console.print(Text(f"- {line}" if markdown else f"! {line}", style="yellow"), soft_wrap=markdown)
         for verdict in find_verdicts(run.results):
             console.print(Text(f"- {verdict.line}" if markdown else verdict.line, style="bold"), soft_wrap=markdown)
-    for table in build_comparisons(runs):
+    for table in build_comparisons(runs) if details else ():
         _show(table, markdown)
     if html is not None:
         write(html, make_page(runs))

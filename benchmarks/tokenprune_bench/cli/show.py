@@ -5,16 +5,30 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokenprune.cli.common import METHODS_HELP, ModelOption, get_console, read_keeps, read_specs, say
 from tokenprune.cli.completion import complete_methods
+from tokenprune.cli.table import Cell, Table
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.methods import DEFAULT_METHOD
 from tokenprune.selection.files import check_output
-from tokenprune_bench.cli.common import QUESTION, DeviceOption, ThreadsOption, load_model, show_progress
+from tokenprune_bench.cli.common import (
+    QUESTION,
+    DetailsOption,
+    DeviceOption,
+    ThreadsOption,
+    load_model,
+    print_one_table,
+    show_progress,
+)
+
+if TYPE_CHECKING:
+    from tokenprune_bench.show.side_by_side import Shown
+
+MAX_ROWS, MAX_ANSWER = 9, 160  # settings and characters of an answer that are printed without --details
 
 
 def show(
@@ -47,6 +61,7 @@ def show(
     model: ModelOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
+    details: DetailsOption = False,
 ) -> None:
     """Draw the patches of an image or a video that methods keep.
 
@@ -84,17 +99,32 @@ def show(
     for line in (left_out, *shown.notes, subject.describe_limits(files)):
         if line:
             say(line)
-    console.print(f"{question}  unpatched: {shown.before!r}", markup=False)
+    _print_answers(shown, question, details)
+    console.print(f"written: {out}", markup=False, soft_wrap=True)
+
+
+def _print_answers(shown: Shown, question: str, details: bool) -> None:
+    """Print a table of answers and visual tokens, with `details` also of all rows and the counts of each frame."""
+    rows = [("unpatched", str(shown.tokens), str(shown.tokens), shown.before)]
     for view, panel in zip(shown.seen, shown.kept_panels, strict=True):
         assert view.stats is not None  # a patched model has some
-        average = view.stats.visual_tokens_average
         counts = f"{shown.tokens} → {int(view.kept.sum())}"
-        console.print(f"{panel.title}: {view.answer!r}", markup=False)
-        console.print(f"  visual tokens: {counts}, {average:.0f} on average over the decoder's layers")
-        if len(view.frames) > 1:
+        rows.append((panel.title, counts, f"{view.stats.visual_tokens_average:.0f}", view.answer))
+    printed = rows if details else rows[: MAX_ROWS + 1]
+    columns = ("setting", "visual\ntokens", "layer\naverage", "answer")
+    cells = [[*map(Cell, (*counts, _shorten(answer, details)))] for *counts, answer in printed]
+    print_one_table(Table(question, columns, cells, last_left=True))
+    if len(rows) > len(printed):
+        say(f"{len(rows) - len(printed)} more settings: pass --details.")
+    for view, panel in zip(shown.seen, shown.kept_panels, strict=True):
+        if details and len(view.frames) > 1:
             counts = " ".join(f"{kept}/{total}" for kept, total in view.count_kept())
-            console.print(f"  of each frame as the model has it: {counts}", markup=False)
-    console.print(f"written: {out}", markup=False, soft_wrap=True)
+            say(f"{panel.title}, of each frame as the model has it: {counts}")
+
+
+def _shorten(answer: str, details: bool) -> str:
+    text = " ".join(answer.split())
+    return text if details or len(text) <= MAX_ANSWER else f"{text[:MAX_ANSWER]} …"
 
 
 def _check_out(out: Path, animated: bool) -> None:

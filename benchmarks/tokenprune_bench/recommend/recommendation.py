@@ -151,7 +151,10 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         'llava'
     """
     if task not in TASKS:
-        raise OptionError(f"task {task!r} is not known. Use one of {', '.join(TASKS)}.")
+        # A word of a row's title, such as "receipts", finds the row.
+        rows = [row for row in load_advice().values() if task and task.lower() in row.title]
+        hint = f"Use {rows[0].situation!r} ({rows[0].title})" if rows else f"Use one of {', '.join(TASKS)}"
+        raise OptionError(f"task {task!r} is not known. {hint}.")
     name, config = _config_of(model)
     family = config.model_type
     notes = _notes(family)

@@ -293,7 +293,7 @@ def _before(folder: Path) -> dict[str, Any]:
 
 
 def _is_drawn(folder: Path, known: Any, entry: dict[str, Any]) -> bool:
-    """Return True if `known` equals `entry` and has drawings."""
+    """Return True if an earlier run drew this entry: `known` equals `entry`, and its image files exist."""
     if not isinstance(known, dict) or not isinstance(known.get("methods"), list):
         return False
     for theirs, ours in zip([known, *known["methods"]], [entry, *entry["methods"]], strict=False):

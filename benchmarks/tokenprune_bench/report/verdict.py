@@ -67,7 +67,7 @@ def find_verdicts(results: Results) -> list[RunVerdict]:
     if results.evidence_only:
         return []
     if rows and (reason := _explain_no_verdict(base)):
-        return [RunVerdict(0, None, "Nothing is shown", reason)]
+        return [RunVerdict(0, None, "No verdict", reason)]
     return [_build_verdict(results, rows, points) for points in POINTS]
 
 

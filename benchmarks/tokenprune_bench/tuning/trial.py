@@ -52,9 +52,10 @@ class Trial:
         return self.predicted.get(objective)
 
     def saving(self, objective: str) -> float:
-        """Return the saved share. A time close to the unpatched time counts as a saving of `_TRACE`.
+        """Return the saved share of the cost.
 
-        Without this minimum, the luck of a few timed runs would decide whether a setting with a small saving is tried.
+        A timed saving below `_TRACE` is raised to `_TRACE`, unless even the fast runs took longer than the unpatched
+        model. Otherwise noise would decide whether a setting with a small saving is tried.
         """
         saved = 1 - self.get_price(objective)[0]
         if objective in TIMED and saved < _TRACE and self.timing[TIMED[objective]]["p20"] < 1:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import tokenprune
 from basics import MODEL_METHODS
 from families import FAMILIES as BUILT
+from pruned import run_pruned
 from tokenprune import OptionError, Site, TokenPruneError, UnsupportedSetupError
 from tokenprune.cli import app
 from tokenprune.integrations.hf.checks import has_rotary_positions
@@ -83,7 +84,6 @@ def test_unsupported_in_vllm(method: str, family: str, backend: Backend, says: s
 
 @pytest.mark.parametrize("family", ["aria", "gemma3n", "gemma4", "llama4", "lfm2_vl"])
 def test_towers_unknown_to_vllm(family: str) -> None:
-    """Methods that read them or merge in them are refused by an error that names another."""
     for method in ("visionzip", "fastervlm", "tome"):
         assert "Use a method that acts after the tower, such as divprune" in asked(method, family, Backend.VLLM)
     assert asked("divprune", family, Backend.VLLM) == "yes"
@@ -116,9 +116,7 @@ def test_layers_without_rotary_positions_raise(family: str, build) -> None:
     assert set(rotated) == {True, False}
     for layer, has_rotation in enumerate(rotated):
         if has_rotation:
-            with tokenprune.patched(model, "ivc_prune", keep=0.3, layer=layer + 1):
-                model(**inputs)
-                assert tokenprune.stats(model).keep_ratio < 0.5
+            assert run_pruned(model, inputs, "ivc_prune", 0.3, layer=layer + 1)[1].keep_ratio < 0.5
         else:
             with pytest.raises(OptionError, match=f"decoder layer {layer}, which gets no rotary positions"):
                 tokenprune.patch(model, "ivc_prune", keep=0.3, layer=layer + 1)
@@ -126,7 +124,6 @@ def test_layers_without_rotary_positions_raise(family: str, build) -> None:
 
 @pytest.mark.parametrize("name", BUILT)
 def test_models_match_their_rows(name: str, build) -> None:
-    """So that an answer by name is that of the loaded model."""
     family = BUILT[name]
     adapter = get_adapter(build(family))
     facts, row = adapter.family, FAMILIES[family.kind]
@@ -153,7 +150,6 @@ class NoDecoding(TooEarly):
 
 
 def test_support_by_method_or_config(build) -> None:
-    """The table says it without a model, and patch() says the same."""
     assert "too_early: a PRE_LLM method cannot need ['last_row_attention']" in str(
         checks.find_unsupported_reason(TooEarly())
     )

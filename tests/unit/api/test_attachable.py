@@ -110,7 +110,6 @@ def test_foreign_wrapper_between_two_is_kept(first: int) -> None:
 
 
 def test_removed_wrapper_is_not_restored() -> None:
-    """Somebody puts a method of his own on an object, the patch goes over it, he deletes what he takes for his."""
     module = Greeter()
     was = snapshot(module)
     module.greet = lambda: "+"
@@ -169,8 +168,7 @@ class Several(Attachable):
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "llava_next"])
 @torch.no_grad()
 def test_parts_of_one_model_detach_in_any_order(name: str, gone: str, first: str, build: Any) -> None:
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs()
+    model, inputs = FAMILIES[name].prepare(build)
     plain, was = model(**inputs).logits, snapshot(model)
     each, alone = {"divprune": Several(model, "divprune"), "tome": Several(model.model, "tome")}, {}
     for method, parts in each.items():
@@ -190,9 +188,7 @@ def test_parts_of_one_model_detach_in_any_order(name: str, gone: str, first: str
 
 @torch.no_grad()
 def test_measuring_restores_generate(build: Any) -> None:
-    """A model may have a `generate` of its own: its user's, or that of a patch."""
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
+    model, inputs = FAMILIES["llava"].prepare(build)
     mine = model.generate = partial(model.generate, max_new_tokens=2)
     try:
         was, want = snapshot(model), model.generate(**inputs)

@@ -85,9 +85,6 @@ def test_too_large_integers_are_rejected(arguments: tuple[str, ...]) -> None:
     assert "too large. The maximum is 2147483647" in result.output or "1024" in result.output
 
 
-# -- names of models ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The hub, which raises what the test puts into the list of errors; nothing is cached."""
@@ -144,9 +141,6 @@ def test_hub_errors_name_the_model(hub: list[Any], tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
     check_source("some/model")
     check_source(tmp_path)
-
-
-# -- images and names of methods ---------------------------------------------------------------------------------------
 
 
 def test_empty_file_and_folder_have_own_messages(tmp_path: Path) -> None:

@@ -96,6 +96,9 @@ def test_invalid_keep_is_rejected(keep: Any, build) -> None:
     assert not tokenprune.is_patched(model)
 
 
+UNUSABLE = [10**400, -(10**400), math.nan, math.inf, True, "x", [1]]
+
+
 @each(
     "fields",
     [
@@ -106,6 +109,8 @@ def test_invalid_keep_is_rejected(keep: Any, build) -> None:
         dict(average_share=1.01),
         dict(average_share=math.nan),
         dict(keep=0.5, per="batch"),
+        *({target: value} for target in ("average_share", "kv_share", "flops_share") for value in UNUSABLE),
+        *({target: value} for target in ("keep", "average_tokens") for value in UNUSABLE[1:]),
         dict(average_tokens=0),
         dict(average_tokens=math.inf),
         dict(average_tokens=True),
@@ -148,13 +153,17 @@ def test_json_repr_and_copies_are_equal_to_the_budget(value: Any, budget: Budget
     assert budget.to_json() == value and Budget.from_json(value, budget.per) == budget
     for copy in (eval(repr(budget)), dataclasses.replace(budget), Budget(**budget.init_values())):
         assert copy == budget and hash(copy) == hash(budget) and copy.amount == amount
+    assert not isinstance(value, dict) or budget.format_short() == repr(budget)
 
 
 def test_budget_has_eight_arguments() -> None:
     assert len(inspect.signature(Budget).parameters) == 8
+    # Error messages quote the repr.
+    assert repr(Budget(average_tokens=192, per="prompt")) == "Budget(average_tokens=192, per='prompt')"
     budget = Budget(tokens=64, per="prompt")
     assert budget.keep == budget.tokens == 64
     assert dataclasses.replace(budget, keep=0.125, tokens=None) == Budget(keep=0.125, per="prompt")
+    assert Budget.by_frame(torch.tensor([4, 8])) == Budget.by_frame([4, 8]) == Budget.by_frame((4, 8))
     with pytest.raises(dataclasses.FrozenInstanceError):
         budget.keep = 0.5
 
@@ -197,7 +206,6 @@ BUDGETS = {
 @pytest.mark.parametrize("method", SINGLE_CUT)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
-    """Each image keeps what it was given, all text stays, and the statistics say so."""
     keep, per, expected = BUDGETS[budget]
     inputs = family.make_inputs(images=(2, 1))
     out, stats = run(model, at_the_decoder(method), keep, inputs)
@@ -324,8 +332,7 @@ def test_each_image_of_a_prompt_has_its_own_budget(name: str, build) -> None:
 
 
 def test_statistics(build) -> None:
-    family = FAMILIES["qwen2_vl"]
-    model, inputs = build(family), family.make_inputs()
+    model, inputs = FAMILIES["qwen2_vl"].prepare(build)
     with tokenprune.patched(model, "dart", keep=0.25):
         assert repr(tokenprune.stats(model)) == "Stats(no visual tokens seen)"
         model.generate(**inputs, max_new_tokens=2)
@@ -339,9 +346,3 @@ def test_statistics(build) -> None:
             "kv_bytes", "kv_bytes_full", "overhead_ms", "cuts"} <= values.keys()  # fmt: skip
     text = repr(stats)
     assert f"{stats.visual_tokens_in} -> {stats.visual_tokens_out}" in text and "KV" in text
-
-
-def test_repr_shows_the_arguments() -> None:
-    """Error messages quote it."""
-    assert repr(Budget(keep=64)) == "Budget(keep=64)"
-    assert repr(Budget(average_tokens=192, per="prompt")) == "Budget(average_tokens=192, per='prompt')"

@@ -11,10 +11,10 @@ import torch
 
 import tokenprune
 from each import each
-from oracle import close, reduced
+from oracle import close
+from pruned import check_forward
 from tokenprune import Budget, BudgetError
 from tokenprune.budgets.by_age import apply_ages, compute_ages
-from tokenprune.settings import Setting
 from zoo import FAMILIES, Family
 
 AGE = ((0, 1.0), (1, 0.5), (3, 2))
@@ -69,23 +69,13 @@ def test_older_images_of_each_row_keep_fewer_tokens(name: str, step: int, build:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@torch.no_grad()
 def test_dropping_by_age_equals_the_masked_model(name: str, build: Any) -> None:
     family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(images=(4, 2))
-    with tokenprune.patched(model, "divprune", keep=Budget.by_age(1.0, AGE), record=True):
-        logits, stats = model(**inputs).logits, tokenprune.stats(model)
-    with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
-        want = model(**inputs).logits
-    real = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
-    for row, places in enumerate(stats.cuts[0].kept):
-        real[row, places] = True
-    close(logits[real], want[real])
+    check_forward(family, build(family), family.make_inputs(images=(4, 2)), "divprune", Budget.by_age(1.0, AGE))
 
 
 @torch.no_grad()
 def test_earlier_images_are_unchanged_within_a_step(build: Any) -> None:
-    """Between two steps nothing of the shared prefix changes; at a step it does."""
     family = FAMILIES["qwen2_5_vl"]
     model, whole = build(family), family.make_inputs(rows=1, images=5, padding=None)
     ids = whole["input_ids"][0]
@@ -110,8 +100,7 @@ def test_earlier_images_are_unchanged_within_a_step(build: Any) -> None:
 
 @torch.no_grad()
 def test_single_image_or_tier_equals_no_age(build: Any) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
+    model, inputs = FAMILIES["llava"].prepare(build)
     whole = model(**inputs).logits
     with tokenprune.patched(model, "divprune", keep=Budget.by_age(1.0, AGE)):
         assert torch.equal(model(**inputs).logits, whole)
@@ -120,25 +109,13 @@ def test_single_image_or_tier_equals_no_age(build: Any) -> None:
 
 
 def test_ages_count_from_the_last_full_step() -> None:
-    assert (
-        compute_ages(5) == [4, 3, 2, 1, 0]
-        and compute_ages(3, 4) == [0, 0, 0]
-        and compute_ages(6, 4) == [3, 2, 1, 0, 0, 0]
-    )
-    assert compute_ages(0) == []
+    assert compute_ages(5) == [4, 3, 2, 1, 0] and compute_ages(0) == []
+    assert compute_ages(3, 4) == [0, 0, 0] and compute_ages(6, 4) == [3, 2, 1, 0, 0, 0]
 
 
 def test_counts_do_not_increase_with_age() -> None:
     assert apply_ages([10] * 6, ((0, 1.0), (1, 0.5), (3, 8)), 1) == [5, 5, 5, 5, 5, 10]
     assert apply_ages([1, 1, 4], ((0, 1.0), (1, 0.1)), 1) == [1, 1, 4]
-
-
-def test_json_and_constructor_agree() -> None:
-    said = {"method": "divprune", "keep": {"keep": 0.5, "age": [[0, 1.0], [2, 0.25]], "step": 4}}
-    (budget,) = Setting.from_json(said).budgets
-    assert budget == Budget.by_age(0.5, ((0, 1.0), (2, 0.25)), step=4)
-    assert eval(repr(budget)) == budget and budget.format_short() == repr(budget)
-    assert repr(budget) == "Budget.by_age(0.5, ((0, 1.0), (2, 0.25)), step=4)"
 
 
 @each(

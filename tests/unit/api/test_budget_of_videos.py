@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets of videos: `Budget.per_second`, `Budget.by_frame`, `Budget.by_frame_weights`."""
+"""Budgets of videos: `per_second`, `by_frame`, `by_frame_weights`, and `Budget(keep=..., per="frame")`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import tokenprune
+from basics import METHODS
 from each import each
 from families import FAMILIES as EVERY_FAMILY
-from oracle import close, reduced
+from pruned import check_forward, run_pruned
 from session_oracle import recorded
-from tokenprune import Budget, BudgetError, UnsupportedSetupError
+from tokenprune import Budget, BudgetError, Site, UnsupportedSetupError
 from tokenprune.budgets.video import spread
 from tokenprune.integrations.hf.sequence.segments import VideoTiming
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune.settings import Setting
 from tokenprune_bench.profiling.kept_tokens import count_kept_tokens
 from zoo import FAMILIES, IMAGE, VIDEO
 
@@ -100,61 +100,40 @@ def images_kept(inputs: Any, kept: list[list[int]]) -> list[float]:
 
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
 @pytest.mark.parametrize("name", VIDEOS)
-@torch.no_grad()
-def test_frames_keep_the_listed_counts(name: str, method: str, build: Any) -> None:
-    family = FAMILIES[name]
+def test_each_frame_keeps_its_count_or_its_weight(name: str, method: str, build: Any) -> None:
+    family, last = FAMILIES[name], 5 if name == "llava_onevision" else 4
     model, inputs = build(family), family.make_inputs(**BATCH)
-    last = 5 if name == "llava_onevision" else 4
     budget = Budget.by_frame([2, 0.25, 1.0, 0.5, 100])
-    with tokenprune.patched(model, method, keep=budget, record=True):
-        model(**inputs)
-        stats = tokenprune.stats(model)
+    _, stats = run_pruned(model, inputs, method, budget)
     want = [2, 1, 4, 2, last]
     assert of_frames(inputs, stats.cuts[0].kept) == [want, None, want]
     assert images_kept(inputs, stats.cuts[0].kept) == [1, 1, 1]
     assert stats.notes == [f"Images keep all tokens, because {budget} is for videos."]
 
-
-@pytest.mark.parametrize("method", ["divprune", "fastv"])
-@pytest.mark.parametrize("name", VIDEOS)
-@torch.no_grad()
-def test_frame_weights_split_the_budget(name: str, method: str, build: Any) -> None:
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(**BATCH)
-    weights = [0.5, 0.1, 0.2, 0.1, 0.1]
-    with tokenprune.patched(model, method, keep=Budget.by_frame_weights(0.5, weights), record=True):
-        model(**inputs)
-        stats = tokenprune.stats(model)
-    sizes = [4, 4, 4, 4, 5 if name == "llava_onevision" else 4]
+    weights, sizes = [0.5, 0.1, 0.2, 0.1, 0.1], [4, 4, 4, 4, last]
+    _, stats = run_pruned(model, inputs, method, Budget.by_frame_weights(0.5, weights))
     want = naive_spread(round(sum(sizes) / 2), weights, sizes)
     assert of_frames(inputs, stats.cuts[0].kept) == [want, None, want]
     assert all(0.4 < share < 0.6 for share in images_kept(inputs, stats.cuts[0].kept))
     assert stats.notes == []
 
 
-@torch.no_grad()
 def test_each_video_splits_its_own_budget(build: Any) -> None:
     family = FAMILIES["qwen3_vl"]
-    model, inputs = build(family), family.make_inputs(images=(1,), video=[[3, 3]], padding=None)
-    with tokenprune.patched(model, "divprune", keep=Budget.by_frame_weights(6, [1, 1, 4]), record=True):
-        model(**inputs)
-        (kept,) = tokenprune.stats(model).cuts[0].kept
+    inputs = family.make_inputs(images=(1,), video=[[3, 3]], padding=None)
+    (kept,) = run_pruned(build(family), inputs, "divprune", Budget.by_frame_weights(6, [1, 1, 4]))[1].cuts[0].kept
     video = (inputs["input_ids"][0] == VIDEO).nonzero().flatten().tolist()
     assert [len(set(kept) & set(video[start : start + 4])) for start in range(0, 24, 4)] == [1, 1, 4] * 2
 
 
 @pytest.mark.parametrize("name", VIDEOS)
-@torch.no_grad()
 def test_per_second_budget_is_met(name: str, build: Any) -> None:
     """5 frames of the decoder last 5 * joined / fps seconds, or what the processor says: half a second each."""
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(**BATCH)
+    model, inputs = FAMILIES[name].prepare(build, **BATCH)
     joined = 1 if name == "llava_onevision" else 2
 
     def kept(tokens: float, **more: Any) -> int:
-        with tokenprune.patched(model, "divprune", keep=Budget.per_second(tokens, **more), record=True):
-            model(**inputs)
-            stats = tokenprune.stats(model)
+        _, stats = run_pruned(model, inputs, "divprune", Budget.per_second(tokens, **more))
         assert images_kept(inputs, stats.cuts[0].kept) == [1, 1, 1]
         first, none, second = of_frames(inputs, stats.cuts[0].kept)
         assert none is None and sum(first) == sum(second)
@@ -173,8 +152,7 @@ def test_per_second_budget_is_met(name: str, build: Any) -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
 @torch.no_grad()
 def test_unknown_duration_is_rejected(seconds: float, build: Any) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(rows=1, video=5)
+    model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, rows=1, video=5)
     with (
         tokenprune.patched(model, "divprune", keep=Budget.per_second(3)),
         pytest.raises(BudgetError, match="requires the duration"),
@@ -185,8 +163,7 @@ def test_unknown_duration_is_rejected(seconds: float, build: Any) -> None:
 
 @torch.no_grad()
 def test_videos_of_one_prompt_have_their_own_duration(build: Any) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(images=(1, 1), video=[[5, 3], [4]])
+    model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, images=(1, 1), video=[[5, 3], [4]])
     inputs["second_per_grid_ts"] = torch.tensor([0.5, 1.0, 0.25])
     want = [round(2 * 5 * 0.5) + round(2 * 3 * 1.0), round(2 * 4 * 0.25)]
     for beams in (1, 2):
@@ -206,33 +183,22 @@ def test_videos_of_one_prompt_have_their_own_duration(build: Any) -> None:
 
 
 @pytest.mark.parametrize("budget", [Budget.by_frame([2, 0.25, 1.0, 0.5, 3]), Budget.per_second(2)])
-@torch.no_grad()
 def test_dropping_equals_the_masked_model(budget: Budget, build: Any) -> None:
     family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(**BATCH)
-    with tokenprune.patched(model, "divprune", keep=budget, record=True):
-        logits, stats = model(**inputs).logits, tokenprune.stats(model)
-    with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
-        want = model(**inputs).logits
-    real = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
-    for row, places in enumerate(stats.cuts[0].kept):
-        real[row, places] = True
-    close(logits[real], want[real])
+    check_forward(family, build(family), family.make_inputs(**BATCH), "divprune", budget)
 
 
 @torch.no_grad()
-def test_full_frames_equal_the_unpatched_model(build: Any) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(**BATCH)
-    whole = model(**inputs).logits
+def test_budgets_of_all_tokens_equal_the_unpatched_model(build: Any) -> None:
+    model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, **BATCH)
+    unpruned = model(**inputs).logits
     for budget in (Budget.by_frame([1.0] * 5), Budget.by_frame_weights(1.0, [1, 2, 3, 4, 5]), Budget.per_second(999)):
         with tokenprune.patched(model, "divprune", keep=budget):
-            assert torch.equal(model(**inputs).logits, whole)
+            assert torch.equal(model(**inputs).logits, unpruned)
 
 
 def test_wrong_number_of_frames_is_rejected(build: Any) -> None:
-    family = FAMILIES["qwen2_vl"]
-    model, inputs = build(family), family.make_inputs(rows=1, video=3)
+    model, inputs = FAMILIES["qwen2_vl"].prepare(build, rows=1, video=3)
     with (
         tokenprune.patched(model, "divprune", keep=Budget.by_frame_weights(0.5, [1] * 6)),
         pytest.raises(BudgetError, match=r"frame_weights= lists 6 frames, but the decoder sees 3 .*\(2 sampled"),
@@ -257,14 +223,11 @@ def test_unsupported_frame_budgets_are_rejected(name: str, method: str, said: st
 
 
 def test_frame_comparing_method_spends_one_budget(build: Any) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(rows=1, video=5)
+    model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, rows=1, video=5)
     for budget in (Budget.by_frame([4] * 5), Budget.by_frame_weights(0.5, [1] * 5)):
         with pytest.raises(BudgetError, match=r"Use either keep= or Budget.per_second\(...\)"):
             tokenprune.patch(model, "evs", keep=budget)
-    with tokenprune.patched(model, "evs", keep=Budget.per_second(4), record=True), torch.no_grad():
-        model(**inputs)
-        (kept,) = tokenprune.stats(model).cuts[0].kept
+    (kept,) = run_pruned(model, inputs, "evs", Budget.per_second(4))[1].cuts[0].kept
     assert len(set((inputs["input_ids"][0] == VIDEO).nonzero().flatten().tolist()) & set(kept)) == 10
 
 
@@ -292,12 +255,9 @@ def test_session_meets_per_second_budget(build: Any) -> None:
 
 @torch.no_grad()
 def test_omni_seconds_argument_is_read(build: Any) -> None:
-    family = EVERY_FAMILY["qwen2_5_omni_thinker"]
-    model, inputs = build(family), family.make_inputs(images=(0,), video=5)
+    model, inputs = EVERY_FAMILY["qwen2_5_omni_thinker"].prepare(build, images=(0,), video=5)
     assert "video_second_per_grid" in inputs
-    with tokenprune.patched(model, "divprune", keep=Budget.per_second(3)):
-        model(**inputs)
-        assert tokenprune.stats(model).visual_tokens_out == round(3 * 5 * 0.5)
+    assert run_pruned(model, inputs, "divprune", Budget.per_second(3))[1].visual_tokens_out == round(3 * 5 * 0.5)
 
 
 @pytest.mark.parametrize(
@@ -311,23 +271,6 @@ def test_vllm_rejects_video_budgets(keep: dict[str, Any]) -> None:
 def test_joined_frames_are_counted_once(build: Any) -> None:
     joined = {name: VideoTiming.from_arguments({}, build(FAMILIES[name]).config).joined for name in VIDEOS}
     assert joined == {"llava_onevision": 1, "qwen2_vl": 2, "qwen2_5_vl": 2, "qwen3_vl": 2}
-
-
-@pytest.mark.parametrize(
-    ("keep", "budget"),
-    [
-        ({"per_second": 20, "fps": 2}, Budget.per_second(20, fps=2)),
-        ({"frames": [64, 0.25]}, Budget.by_frame((64, 0.25))),
-        ({"tokens": 64, "frame_weights": [3, 1]}, Budget.by_frame_weights(64, (3.0, 1.0))),
-    ],
-)
-def test_json_and_constructor_agree(keep: dict[str, Any], budget: Budget) -> None:
-    (found,) = Setting.from_json({"method": "divprune", "keep": keep}).budgets
-    assert found == budget and eval(repr(budget)) == budget and budget.format_short() == repr(budget)
-    assert (
-        Budget.by_frame(torch.tensor([4, 8])) == Budget.by_frame((4, 8))
-        and repr(Budget.by_frame([4])) == "Budget.by_frame((4,))"
-    )
 
 
 @each(
@@ -363,3 +306,46 @@ def test_video_budget_without_video_is_rejected() -> None:
     with pytest.raises(BudgetError, match="videos of this prompt are unknown"):
         Budget.per_second(3, fps=1.0).resolve([36], layer=0, shape=DecoderShape(2, 8, 8, 1, 1, 8), text_tokens=4)
     assert count_kept_tokens([Budget.per_second(3)], 36) == [36]  # an image keeps all
+
+
+PRE_LLM = [
+    name
+    for name in METHODS
+    if (info := tokenprune.method_info(name)).site is Site.PRE_LLM and not info.observables and not info.query_aware
+]
+
+
+@pytest.mark.parametrize("method", PRE_LLM)
+@pytest.mark.parametrize("name", VIDEOS)
+def test_each_frame_keeps_its_share(name: str, method: str, build: Any) -> None:
+    model, inputs = FAMILIES[name].prepare(build, **BATCH)
+    (cut,) = run_pruned(model, inputs, method, Budget(keep=0.5, per="frame"))[1].cuts
+    assert of_frames(inputs, cut.kept) == [[2] * 5, None, [2] * 5]
+    assert all(0 < share < 1 for share in images_kept(inputs, cut.kept))
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+@torch.no_grad()
+def test_frame_selection_equals_image_selection(name: str, build: Any) -> None:
+    family = FAMILIES[name]
+    model = build(family)
+
+    def kept(per: str, frames: int) -> list[list[int]]:
+        with tokenprune.patched(model, "uniform", keep=Budget(keep=0.3, per=per), record=True):
+            model(**family.make_inputs(images=(1,), video=frames))
+            return tokenprune.stats(model).cuts[0].kept
+
+    assert kept("frame", 5) != kept("image", 5)
+    assert kept("frame", 1) == kept("image", 1)
+
+
+@torch.no_grad()
+def test_unknown_frames_are_rejected(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = FAMILIES["qwen2_vl"]
+    model = build(family)
+    monkeypatch.setattr("tokenprune.integrations.hf.families.Adapter.video_frames", lambda self, arguments: None)
+    with (
+        tokenprune.patched(model, "uniform", keep=Budget(keep=0.5, per="frame")),
+        pytest.raises(UnsupportedSetupError, match='per="image"'),
+    ):
+        model(**family.make_inputs(images=(1,), video=5))

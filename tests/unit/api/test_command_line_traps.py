@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 import tokenprune
+from each import each
 from report_runs import RIVALS, header, made, result
 from tests.unit.api.test_cli import IMAGE, call, refused
 from tokenprune.settings import Setting
@@ -42,32 +43,19 @@ def subject() -> Model:
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("keep", "column", "said"),
-    [
-        ("64", "keep 25 %", "divprune keeps 64 of 256 visual tokens (25 %), then fastv keeps 64 of 64 visual tokens "
-         "(100 %): 64 of 256 in all (25 %)"),
-        ("0.25", "keep 6.25 %", "fastv keeps 16 of 64 visual tokens (25 %): 16 of 256 in all (6.25 %)"),
-        ("0.5+16", "keep 6.25 %", "divprune keeps 128 of 256 visual tokens (50 %), then fastv keeps 16 of 128"),
-        ("40", "keep 15.6 %", "40 of 256 in all (15.6 %)"),
-    ],
-)  # fmt: skip
-def test_profile_tells_the_share_of_each_cut_and_of_all(keep: str, column: str, said: str) -> None:
-    output = call(*PROFILE, "--details", "--methods", "divprune+fastv", "--keep", keep).stdout
-    assert column in output and said in output
-
-
-def test_the_share_that_is_told_is_the_share_that_is_left(subject: Model) -> None:
-    example = Image.open(IMAGE)
-    for keep in (64, 0.25, [0.5, 16]):
-        setting = Setting.from_text("divprune+fastv", keep)
-        inputs = subject.inputs([example], ["what?"])
-        with tokenprune.patched(subject.model, config=setting, guard="off"):
-            subject.generate(inputs)
-            kept = tokenprune.stats(subject.model).visual_tokens_out
-        methods, budgets = setting.steps()
-        assert round(256 * compute_kept_share(budgets, 256)) == kept
-        assert f": {kept} of 256 in all (" in describe_cuts(methods, budgets, 256)
+@each(("keep", "share"), [(64, "25 %"), (0.25, "6.25 %"), ([0.5, 16], "6.25 %"), (40, "15.6 %")])
+def test_profile_prints_the_shares_that_a_stack_keeps(keep: Any, share: str, subject: Model) -> None:
+    setting = Setting.from_text("divprune+fastv", keep)
+    inputs = subject.inputs([Image.open(IMAGE)], ["what?"])
+    with tokenprune.patched(subject.model, config=setting, guard="off"):
+        subject.generate(inputs)
+        kept = tokenprune.stats(subject.model).visual_tokens_out
+    methods, budgets = setting.steps()
+    text = describe_cuts(methods, budgets, 256)
+    assert round(256 * compute_kept_share(budgets, 256)) == kept and f": {kept} of 256 in all ({share})" in text
+    written = "+".join(map(str, keep)) if isinstance(keep, list) else keep
+    output = call(*PROFILE, "--details", "--methods", "divprune+fastv", "--keep", written).stdout
+    assert f"keep {share}" in output and text in output
 
 
 def test_a_comma_parts_settings_and_a_plus_sign_makes_a_stack() -> None:
@@ -76,14 +64,17 @@ def test_a_comma_parts_settings_and_a_plus_sign_makes_a_stack() -> None:
     stack = call(*PROFILE, "--details", "--methods", "downsample+fastv:layer=3", "--keep", "0.5+0.25").stdout
     assert re.findall(r"^(\S.*?): x", stack, re.MULTILINE) == ["downsample + fastv"] and "keep 12.5 %" in stack
     keeps = call(*PROFILE, "--details", "--methods", "divprune", "--keep", "0.5,0.25").stdout
-    assert "128 of 256" in keeps and "64 of 256" in keeps and "keep 50 %" in keeps and "keep 25 %" in keeps
+    assert all(text in keeps for text in ("128 of 256", "64 of 256", "keep 50 %", "keep 25 %"))
     drafts = call("draft", "--methods", "divprune,fastv", "--keep", "0.5").stdout
     assert "divprune 0.5" in drafts and "fastv 0.5" in drafts and "+" not in drafts
-    assert "has 3 numbers for 2 methods" in refused(*PROFILE, "--methods", "dart+divprune", "--keep", "0.1+0.2+0.3")
-    assert "has 2 numbers for 1 method in dart" in refused(*PROFILE, "--methods", "dart", "--keep", "0.1+0.2")
-    assert "needs a stack" in refused(*PROFILE, "--keep", "0.1+0.2")
-    written = refused("profile", "--methods", "dart,divprune", "--json", "x.json")
-    assert "--methods has 2" in written and not Path("x.json").exists()
+    for arguments, message in (
+        (("--methods", "dart+divprune", "--keep", "0.1+0.2+0.3"), "has 3 numbers for 2 methods"),
+        (("--methods", "dart", "--keep", "0.1+0.2"), "has 2 numbers for 1 method in dart"),
+        (("--keep", "0.1+0.2"), "needs a stack"),
+        (("--methods", "dart,divprune", "--json", "x.json"), "--methods has 2"),
+    ):
+        assert message in refused(*PROFILE, *arguments)
+    assert not Path("x.json").exists()
 
 
 def test_a_profile_of_two_settings_has_a_table_of_each() -> None:
@@ -147,23 +138,23 @@ def test_the_verdict_and_the_table_show_a_loss_beyond_the_bound(monkeypatch: pyt
 
 
 def test_nothing_is_best_where_nothing_can_be_said() -> None:
-    none = [result("unpatched", 1.0, 0, 0), result("some", 0.25, 0, 0)]
-    (one,) = find_verdicts(summarise([header(), *none]))
-    assert one.row is None and one.line.startswith("Nothing is shown: the unpatched model scores 0 on 200 questions")
-    little = [
-        result("unpatched", 1.0, 20, 19),
-        result("some", 0.25, 20, 19),
-    ]  # 19.5 % right: a loss of 20 points cannot be
-    (one,) = find_verdicts(summarise([header(), *little]))
-    assert one.row is None and "scores 19.5 on 200 questions, too low to measure a loss" in one.answer
-    enough = [result("unpatched", 1.0, 20, 20), result("some", 0.25, 20, 20)]
-    assert len(find_verdicts(summarise([header(), *enough]))) == 2
+    def verdicts(total: int, right: int, **question: str) -> list[Any]:
+        rows = [result("unpatched", 1.0, total, right), result("some", 0.25, total, right)]
+        return find_verdicts(summarise([header(**question), *rows]))
+
+    (verdict,) = verdicts(0, 0)
+    assert verdict.row is None
+    assert verdict.line.startswith("No verdict: the unpatched model scores 0 on 200 questions")
+    (verdict,) = verdicts(20, 19)  # 19.5 % right: a loss of 20 points cannot be
+    assert verdict.row is None and "scores 19.5 on 200 questions, too low to measure a loss" in verdict.answer
+    assert len(verdicts(20, 20)) == 2
     few = [
-        one | {"right": [text[: FEWEST - 1] for text in one["right"]], "questions": FEWEST - 1}
-        for one in (result("unpatched", 1.0, 100, 100), result("some", 0.25, 100, 100))
+        row | {"right": [text[: FEWEST - 1] for text in row["right"]], "questions": FEWEST - 1}
+        for row in (result("unpatched", 1.0, 100, 100), result("some", 0.25, 100, 100))
     ]
-    (one,) = find_verdicts(summarise([header(kind_of_question="010"), *few]))
-    assert one.row is None and one.line == "Nothing is shown: a verdict needs at least 4 questions, and this run has 3"
+    (verdict,) = find_verdicts(summarise([header(kind_of_question="010"), *few]))
+    assert verdict.row is None
+    assert verdict.line == "No verdict: a verdict needs at least 4 questions, and this run has 3"
     assert find_verdicts(made("", result("some", 0.25, 100, 100)).results)[0].row is not None
 
 
@@ -206,16 +197,12 @@ def test_a_line_of_the_predictions_without_an_answer_is_named(tmp_path: Path) ->
     ("command", "stopped", "goes_on"),
     [
         (BENCH, "tokenprune_bench.suite.Bench.header", True),
-        (
-            ("tune", "--methods", "fastv", "--max-drop", "20%", "--device", "cpu"),
-            "tokenprune_bench.tuning.Tuner.run",
-            True,
-        ),
-        (("demo", "--device", "cpu"), "tokenprune_bench.demo.run_demo", False),
+        (("tune", "--methods", "fastv", "--max-drop", "20%"), "tokenprune_bench.tuning.Tuner.run", True),
+        (("demo",), "tokenprune_bench.demo.run_demo", False),
         (("methods",), "tokenprune.available_methods", False),
     ],
-    ids=lambda one: one[0] if isinstance(one, tuple) else "",
-)
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)  # fmt: skip
 def test_ctrl_c_says_whether_the_same_command_goes_on(
     command: tuple, stopped: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,8 +262,6 @@ def test_the_time_left_is_told_without_a_terminal(
 
 @pytest.mark.parametrize("command", ["bench", "tune", "profile"])
 def test_commands_show_their_progress(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All through the one function that tells the time left."""
-
     def progress(lines: bool = True) -> Any:
         raise ZeroDivisionError
 
@@ -333,7 +318,6 @@ def test_show_says_what_the_processor_crops_away(subject: Model, tmp_path: Path)
 
 
 def test_outlines_are_seen_on_white_and_on_black() -> None:
-    """Of every kept patch the edge differs from its inside, whatever the page is like."""
     image = Image.new("RGB", (128, 64), "white")
     image.paste("black", (64, 0, 128, 64))
     kept = np.ones((2, 4), bool)
@@ -362,7 +346,7 @@ def test_no_question_about_a_circle_and_the_shipped_model_knows_drawings_only(tm
     photo, out = tmp_path / "photo.png", ("--device", "cpu", "--out", tmp_path / "out.png")
     Image.new("RGB", (64, 64), "gray").save(photo)
     mine = call("show", photo, *out).stdout
-    assert "what is shown?  unpatched:" in mine and "circle" not in mine
+    assert "what is shown?" in mine and "unpatched" in mine and "circle" not in mine
     assert "demo_vlm (shipped) was trained only on synthetic scenes" in mine
     assert "only on synthetic scenes" not in call("show", IMAGE, *out).stdout  # one of those that it was made for
     assert subject.describe_limits() and subject.describe_limits([photo]) and not subject.describe_limits([IMAGE])

@@ -17,6 +17,7 @@ from each import each
 from families import FAMILIES as EVERY_FAMILY
 from families.special import BOTH_KINDS, gemma4
 from families.special import FAMILIES as SPECIAL
+from hooks import removed_after
 from tests.unit.api.test_budget import SHAPE
 from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES, VOCAB, Family
@@ -30,11 +31,8 @@ def test_flops_and_bytes_by_hand() -> None:
     assert SHAPE.prefill_flops([10, 5]) == SHAPE.layer_flops(10) + SHAPE.layer_flops(5)
     # Keys and values, one head of width 4, two bytes a number.
     assert SHAPE.kv_bytes([10, 10, 3, 3], 2) == 2 * 4 * 2 * 26
-
-
-def test_an_mlp_without_a_gate_by_hand() -> None:
-    plain = dataclasses.replace(SHAPE, mlp_matrices=2)
-    assert SHAPE.layer_flops(10) - plain.layer_flops(10) == 10 * 2 * 128
+    without_gate = dataclasses.replace(SHAPE, mlp_matrices=2)
+    assert SHAPE.layer_flops(10) - without_gate.layer_flops(10) == 10 * 2 * 128
 
 
 def test_shape_of_a_config(build) -> None:
@@ -48,11 +46,9 @@ WIDE = gemma4(
     hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=2, use_double_wide_mlp=True,
 )  # fmt: skip
 
-
 UNEVEN = {WIDE.name: WIDE} | {
     name: SPECIAL[name] for name in ("gemma4_per_layer", "gemma4", "gemma4_unified", "exaone4_5", "gemma3n")
 }
-
 
 # Text configs whose layers hold more, or others, than attention and one MLP, which the closed form passes over.
 UNLIKE = {
@@ -78,7 +74,6 @@ def _decoders() -> dict[str, Family]:
 
 DECODERS = _decoders()
 
-
 # What holds the matrices of attention and the MLP in a decoder layer.
 OF_A_LAYER = ("self_attn.", "mlp.", "feed_forward.", "fc1", "fc2")
 
@@ -95,11 +90,8 @@ def linear_flops(family: Family, model: torch.nn.Module, inputs: dict) -> list[i
         for part, module in layer.named_modules():
             if part.startswith(OF_A_LAYER) and isinstance(module, torch.nn.Linear):
                 handles.append(module.register_forward_hook(partial(count, index)))
-    try:
+    with removed_after(handles):
         model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return flops
 
 

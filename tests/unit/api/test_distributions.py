@@ -45,7 +45,6 @@ def without(**wanted):
 importlib.metadata.entry_points = without
 """
 
-
 # Runs each code as if it were alone, but for what others imported: importing torch is what takes the time.
 EACH = """
 import contextlib, io, json, traceback
@@ -149,7 +148,6 @@ def test_without_transformers_the_core_reduces_and_lists_methods() -> None:
 
 
 def test_the_benchmark_without_the_demo_imports_and_asks_for_questions_before_it_loads_a_model(tmp_path: Path) -> None:
-    """It imports the demo for types alone."""
     imports = (
         "import pkgutil, importlib, tokenprune_bench\n"
         "for one in pkgutil.walk_packages(tokenprune_bench.__path__, 'tokenprune_bench.'):\n"

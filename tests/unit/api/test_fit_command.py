@@ -90,10 +90,7 @@ def test_images_and_questions_of_the_user(tmp_path: Path) -> None:
 @each(
     ("arguments", "says"),
     [
-        (
-            ("nobody",),
-            "'nobody' cannot be fitted. Use one of d2pruner, dymu, dyrate, fitprune, hawk, theirs",
-        ),
+        (("nobody",), "'nobody' cannot be fitted. Use one of d2pruner, dymu, dyrate, fitprune, hawk, theirs"),
         (("dart",), r"'dart' cannot be fitted. Use one of d2pruner"),
         (("theirs", "--powr", "2"), r"no option 'powr'. Options: --power 1.0, --layers \(\), --loud False"),
         (("fitprune", "--layer", "2"), r"no option 'layer'. Options: \(none\)"),

@@ -6,26 +6,25 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import json
 import pickle
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from typer.testing import CliRunner
 
 import tokenprune
 from basics import snapshot
-from tokenprune import Budget, BudgetError, UnsupportedModelError
+from pruned import run_pruned
+from tests.unit.api.test_budget import SHAPE
+from tokenprune import Budget, BudgetError
 from tokenprune.budgets import compute_joint_share
 from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.cli import app
 from tokenprune.integrations.vllm.settings.items import count_kept
 from tokenprune.integrations.vllm.settings.parse import parse_setting
-from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune.settings.saved import read_config, write_config
 from tokenprune_bench.app import snippets
@@ -33,56 +32,58 @@ from tokenprune_bench.lmms_eval.arguments import parse_arguments
 from tokenprune_bench.plan import BenchPlan
 from zoo import FAMILIES
 
-SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4)
 BOTH_WAYS = r"Pass 1\.0.*Budget\(tokens=1\)"
 ONE, ALL = {"method": "divprune", "keep": {"tokens": 1}}, {"method": "divprune", "keep": 1.0}
-SAID: dict[str, Any] = {
-    "a setting": {"method": "divprune", "keep": 1},
-    "one of several": {"method": ["divprune", "fastv"], "keep": [0.5, 1]},
-    "an object": {"method": "divprune", "keep": {"keep": 1}},
-    "after JavaScript": json.loads('{"method": "divprune", "keep": 1}'),
-}
 
 
-@pytest.mark.parametrize("setting", SAID.values(), ids=SAID)
-def test_settings_reject_keep_1(setting: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "tokenprune.json"
-    path.write_text(json.dumps({"schema": 1, "setting": setting}))
-    for given in (setting, path):
-        with pytest.raises(BudgetError, match=BOTH_WAYS):
-            read_config(given)
-    with pytest.raises(BudgetError, match=BOTH_WAYS):
-        parse_setting(setting)
-    with pytest.raises(BudgetError, match=BOTH_WAYS):
-        parse_setting({"method": "uniform", "keep": 0.5}, {"keep": 1})
-
-
-def test_patch_rejects_keep_1(build) -> None:
-    model = build(FAMILIES["llava"])
+def test_settings_and_patch_reject_keep_1(tmp_path: Path, build) -> None:
+    model, path = build(FAMILIES["llava"]), tmp_path / "tokenprune.json"
     was = snapshot(model)
-    for keep in (1, [0.5, 1]):
+    calls = [
+        lambda: Budget(keep=1),
+        lambda: BenchPlan(methods=("divprune",), keeps=(0.5, 1)),
+        lambda: parse_setting({"method": "uniform", "keep": 0.5}, {"keep": 1}),
+        *(lambda keep=keep: tokenprune.patch(model, ["divprune", "fastv"], keep=keep) for keep in (1, [0.5, 1])),
+    ]
+    for setting in (
+        {"method": "divprune", "keep": 1},
+        {"method": ["divprune", "fastv"], "keep": [0.5, 1]},
+        {"method": "divprune", "keep": {"keep": 1}},
+    ):
+        path.write_text(json.dumps({"schema": 1, "setting": setting}))
+        for read in (partial(read_config, setting), partial(read_config, path), partial(parse_setting, setting)):
+            with pytest.raises(BudgetError, match=BOTH_WAYS):
+                read()
+    for call in calls:
         with pytest.raises(BudgetError, match=BOTH_WAYS):
-            tokenprune.patch(model, ["divprune", "fastv"], keep=keep)
-    with pytest.raises(BudgetError, match=BOTH_WAYS):
-        Budget(keep=1)
-    with pytest.raises(BudgetError, match=BOTH_WAYS):
-        BenchPlan(methods=("divprune",), keeps=(0.5, 1))
+            call()
     assert snapshot(model) == was
 
 
 @torch.no_grad()
 def test_share_1_and_one_token_are_applied(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(rows=1)
+    model, inputs = FAMILIES["llava"].prepare(build, rows=1)
     for keep, left in ((1.0, 36), (Budget(tokens=1), 1), (2, 2), (Budget(tokens=2), 2)):
-        with tokenprune.patched(model, "divprune", keep=keep):
-            model(**inputs)
-            assert tokenprune.stats(model).visual_tokens_out == left
+        assert run_pruned(model, inputs, "divprune", keep)[1].visual_tokens_out == left
     for setting, left in ((ALL, 36), (ONE, 1)):
         with tokenprune.patched(model, config=setting):
             model(**inputs)
             assert tokenprune.stats(model).visual_tokens_out == left
         assert count_kept(parse_setting(setting), 36) == left
+
+
+def test_one_token_stays_a_count_in_copies_and_plans() -> None:
+    single, number = Budget(tokens=1), Budget(tokens=64)
+    assert single != Budget(keep=1.0) and len({single, Budget(keep=1.0)}) == 2 and not single.is_identity()
+    assert number == Budget(keep=64) and repr(number) == "Budget(keep=64)" and number.format_short() == "64"
+    assert repr(single) == single.format_short() == "Budget(tokens=1)"
+    assert copy.deepcopy(single) == pickle.loads(pickle.dumps(single)) == single
+    assert dataclasses.replace(number, per="frame") == Budget(keep=64, per="frame")
+    assert plan_cuts(4, [(0, 1.0)], single)[0].budget.resolve([9], layer=0, shape=SHAPE, text_tokens=0) == [1]
+    both = {"tokens": 3, "keep": 4}
+    for wrong in ({"tokens": 0}, {"tokens": 0.5}, {"tokens": True}, both, both | {"keep": 0.5}):
+        with pytest.raises(BudgetError):
+            Budget.from_json(wrong)
 
 
 @pytest.mark.parametrize(
@@ -115,44 +116,25 @@ def test_json_distinguishes_share_and_count(tmp_path: Path) -> None:
         assert snippets.python(setting).endswith("keep=1.0)") and "--keep 1.0" in snippets.bench(setting, "m")
 
 
-def test_copies_are_equal() -> None:
-    one, number = Budget(tokens=1), Budget(tokens=64)
-    assert one != Budget(keep=1.0) and len({one, Budget(keep=1.0)}) == 2
-    assert number == Budget(keep=64) and repr(number) == "Budget(keep=64)" and number.format_short() == "64"
-    assert repr(one) == one.format_short() == "Budget(tokens=1)" and not one.is_identity()
-    for again in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), dataclasses.replace(one), eval(repr(one))):
-        assert again == one
-    assert dataclasses.replace(number, per="frame") == Budget(keep=64, per="frame")
-    assert plan_cuts(4, [(0, 1.0)], one)[0].budget.resolve([9], layer=0, shape=SHAPE, text_tokens=0) == [1]
-    both = {"tokens": 3, "keep": 4}
-    for wrong in ({"tokens": 0}, {"tokens": 0.5}, {"tokens": True}, both, both | {"keep": 0.5}):
-        with pytest.raises(BudgetError):
-            Budget.from_json(wrong)
-
-
-# -- what several methods keep together --------------------------------------------------------------------------------
-
-
 def test_joint_share_of_combined_methods() -> None:
-    quarter = Budget(keep=0.25)
-    assert (
-        compute_joint_share([quarter]) == 0.25
-        and compute_joint_share([quarter] * 2) == 0.0625
-        and compute_joint_share([]) == 1.0
-    )
-    assert (
-        compute_joint_share([quarter] * 2, 256) == 16 / 256 and compute_joint_share([Budget(keep=0.5)] * 2, 3) == 1 / 3
-    )
-    number = Budget(tokens=16)
-    assert compute_joint_share([quarter, number]) is None and compute_joint_share([quarter, number], 256) == 1 / 16
-    assert compute_joint_share([Budget(tokens=16), Budget(tokens=64)], 256) == 1 / 16
-    assert compute_joint_share([quarter, Budget.from_kv_share(0.5)], 256) is None
+    quarter, number = Budget(keep=0.25), Budget(tokens=16)
+    for budgets, tokens, share in (
+        ([quarter], None, 0.25),
+        ([quarter] * 2, None, 0.0625),
+        ([], None, 1.0),
+        ([quarter] * 2, 256, 16 / 256),
+        ([Budget(keep=0.5)] * 2, 3, 1 / 3),
+        ([quarter, number], None, None),
+        ([quarter, number], 256, 1 / 16),
+        ([number, Budget(tokens=64)], 256, 1 / 16),
+        ([quarter, Budget.from_kv_share(0.5)], 256, None),
+    ):
+        assert compute_joint_share(budgets, *([] if tokens is None else [tokens])) == share
 
 
 @torch.no_grad()
 def test_repr_shows_the_joint_share(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(rows=1)
+    model, inputs = FAMILIES["llava"].prepare(build, rows=1)
     with tokenprune.patched(model, ["divprune", "fastv"], keep=0.5):
         assert "tokenprune: 2 methods, together keep=0.25" in repr(model)
         model(**inputs)
@@ -162,23 +144,3 @@ def test_repr_shows_the_joint_share(build) -> None:
     for method, keep in (("divprune", 0.5), (["divprune", "fastv"], Budget(average_share=0.9))):
         with tokenprune.patched(model, method, keep=keep):
             assert "together" not in repr(model)
-
-
-# -- models that another module wraps ----------------------------------------------------------------------------------
-
-
-def test_models_wrapped_for_several_devices_name_their_module(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The suite registers a device of its own, which has no memory.
-    parallel = importlib.import_module("torch.nn.parallel.data_parallel")
-    monkeypatch.setattr(parallel, "_get_available_device_type", lambda: None)
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
-    wrapped = nn.DataParallel(model)
-    with pytest.raises(
-        UnsupportedModelError, match=r"DataParallel wraps the model\. Patch the model before wrapping it"
-    ):
-        tokenprune.patch(wrapped, "divprune")
-    with torch.no_grad(), tokenprune.patched(model, "divprune", keep=0.5):
-        want = model(**inputs).logits
-        assert torch.equal(nn.DataParallel(model)(**inputs).logits, want)
-        assert tokenprune.stats(wrapped.module).keep_ratio == 0.5

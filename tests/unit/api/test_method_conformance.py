@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +18,20 @@ from tokenprune import OptionError, Selection, Site, TokenPruneError
 from tokenprune import selection as extend
 from tokenprune.errors import ConformanceError
 from tokenprune.kernels.merging import bipartite_match
-from tokenprune.methods import registry
 from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection.sites.encoder import Tower
 from tokenprune.testing import check_method, visual_tokens
 
+pytestmark = pytest.mark.usefixtures("restored_registries")
 TOWER = Tower(tokens=33, protected=1, blocks=4, blocks_read=3, module=nn.Linear(2, 2))
 THRESHOLDS = Thresholds(
     {0.5: torch.tensor([0.2, 0.1, 0.1, 1.0]), 0.75: torch.tensor([0.3, 0.2, 0.2, 1.0])}, TOWER.fingerprint, images=9
 )
 # Options under which a method is checked beside its default ones.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "apet": [{"features": "tower", "own": 0.5}],
+    "pact": [{"cutoff": 0.3}],
     "dart": [{"pivot_text": 0}, {"exact": False}, {"pivot_image": 1, "pivot_text": 9}],
     "fastv": [{"query": "all"}],
     "vscan": [{"stage2": False}, {"merge": False}, {"local": 0.0, "window": 2}],
@@ -82,12 +83,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    yield
-
-
 @each(("name", "options"), CASES)
 def test_our_methods_conform(name: str, options: dict[str, Any]) -> None:
     check_method(tokenprune.method(name, **options), tower=TOWER if name == "dymu" else None)
@@ -98,9 +93,6 @@ def test_names_and_classes_are_accepted() -> None:
     check_method(tokenprune.method_info("divprune").cls)
     with pytest.raises(ConformanceError, match="thresholds"):
         check_method("dymu")
-
-
-# -- what breaks a rule is found
 
 
 def pruner(
@@ -261,9 +253,6 @@ def test_broken_rules_of_other_sites_are_found() -> None:
             check_method(pruner(members, site, f"broken{number}", base, **needs))
 
 
-# -- the view
-
-
 def test_visual_tokens_return_their_arguments() -> None:
     hidden, keys = torch.randn(2, 9, 4), torch.randn(2, 9, 6)
     attention, scores = torch.rand(2, 3, 9), {1: torch.rand(2, 3, 9), -1: torch.rand(2, 3, 9)}
@@ -311,7 +300,6 @@ def test_invalid_tensors_are_rejected() -> None:
 
 
 def test_frames_of_synthetic_videos() -> None:
-    """Of images one; of a video by its grid, or as they are given."""
     hidden = torch.randn(2, 6, 4)
     tokens = visual_tokens(hidden, [6, 4], grids=[(3, 1, 2), None], modality=["video", "image"])
     assert tokens.frames == [[2, 2, 2], [4]]

@@ -39,7 +39,6 @@ def words(text: str) -> set[str]:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160, None])
 def test_the_list_is_readable_at_any_width(width: int | None) -> None:
-    """No line is wider than the terminal, no word of a summary is broken, and there is a line or two a method."""
     output = told(width=width)
     assert max(map(len, output.splitlines())) <= (width or 160)
     assert sorted(names(output)) == tokenprune.available_methods()
@@ -54,7 +53,6 @@ def test_the_list_is_readable_at_any_width(width: int | None) -> None:
 
 @pytest.mark.parametrize("width", [WIDE, 200, None])
 def test_a_wide_list_has_the_flags_on_the_line_of_the_method(width: int | None) -> None:
-    """So that a pipe into grep tells them."""
     output = told(width=width)
     head, lines = output.splitlines()[0], output.splitlines()
     columns = ["method", "site", "keep", "FLOPs left", "query-aware", "prefix-cache-safe", "merges", "what it does"]

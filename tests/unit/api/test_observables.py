@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tokenprune
 from each import each
-from tokenprune import BudgetError, OptionError, Selection, Site, TokenPruneError
+from tokenprune import OptionError, Site, TokenPruneError
 from tokenprune import selection as extend
 from tokenprune.errors import RegistrationError
 from tokenprune.integrations.shared import checks
@@ -31,13 +31,7 @@ from zoo import FAMILIES, Family
 
 PACKAGE = Path(tokenprune.__file__).parent
 
-
-@pytest.fixture(autouse=True)
-def registries_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    tokenprune.available_methods()
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    monkeypatch.setattr(observable_registry, "_OBSERVABLES", dict(observable_registry._OBSERVABLES))
-    yield
+pytestmark = pytest.mark.usefixtures("restored_registries")
 
 
 def reader(needs: tuple[str, ...], read: Any, site: str = "IN_LLM", layers: tuple = ()) -> list[Any]:
@@ -71,8 +65,6 @@ def reader(needs: tuple[str, ...], read: Any, site: str = "IN_LLM", layers: tupl
 
 @torch.no_grad()
 def test_a_new_observable_is_one_class(family: Family, model) -> None:
-    """`needs`, the view, the text's view and the engine's observation of the layer follow from it."""
-
     @register_observable("key_norms")
     class KeyNorms(PerToken):
         """`[S, N]`: the length of each key."""
@@ -106,8 +98,7 @@ def test_a_new_observable_of_the_tower_is_one_class(build) -> None:
         def compute_per_patch(self, seen: Any, protected: int) -> Tensor:
             return seen.key[:, :, protected:, 0]
 
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(images=(1, 2))
+    model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, images=(1, 2))
     both = reader(
         ("first_keys", "encoder_keys"),
         lambda tokens: (tokens.first_keys(-1), tokens.encoder_keys(-1)),
@@ -140,8 +131,7 @@ def test_new_observation_point_is_one_class(build) -> None:
         def compute_visual(self, source: Any, segments: Any, *layer: int | float) -> torch.Tensor:
             return source.gather(torch.stack(source.get_recorded(self.name), -1), segments.position, segments)
 
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(images=(1, 2))
+    model, inputs = FAMILIES["llava"].prepare(build, images=(1, 2))
     outputs, hooks = [], []
     before = model.model.language_model.layers[1]
     for norm in (before.input_layernorm, before.post_attention_layernorm):
@@ -193,8 +183,7 @@ def test_invalid_observable_is_rejected() -> None:
 
 @torch.no_grad()
 def test_undeclared_observable_is_rejected(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
+    model, inputs = FAMILIES["llava"].prepare(build)
     for read, says in (
         (lambda tokens: tokens.received_attention, "reads 'received_attention' without declaring it"),
         (lambda tokens: tokens.patches, "reads 'patches' without declaring it"),
@@ -231,21 +220,6 @@ def test_needs_accept_text_prefixes() -> None:
         reader(("text.nothing",), lambda tokens: None)
 
 
-@torch.no_grad()
-def test_frame_observables_require_whole_videos(build) -> None:
-    """A method that needs them is refused where frames have a budget each, or images share one."""
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(images=(0,), video=True)
-    seen = reader(("frames",), lambda tokens: (tokens.frames, tokens.frame, tokens.counts), "PRE_LLM")
-    for per in ("frame", "prompt"):
-        with pytest.raises(BudgetError, match=r'compares the frames .*Use per="image"'):
-            tokenprune.patch(model, "reader", keep=tokenprune.Budget(keep=0.5, per=per))
-    with tokenprune.patched(model, "reader", keep=0.5):
-        model(**inputs)
-    ((counts,), frame, (count,)) = seen[0]
-    assert len(counts) > 1 and sum(counts) == count and frame[0].bincount().tolist() == counts
-
-
 # -- base classes of the sites
 
 
@@ -273,48 +247,26 @@ def test_needs_depend_on_options() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("site", "member", "base"),
+@each(
+    ("site", "base", "member", "names"),
     [
-        ("PRE_LLM", "score", tokenprune.Pruner), ("IN_LLM", "select", tokenprune.Pruner),
-        ("PRE_ENCODER", "shares", extend.ResizeMethod), ("PRE_ENCODER", "choose", extend.ImageChooser),
-        ("ATTENTION", "block_starts", extend.AttentionPattern),
+        ("PRE_LLM", tokenprune.Method, "score", "Pruner"),
+        ("IN_LLM", tokenprune.Method, "select", "Pruner"),
+        ("PRE_ENCODER", tokenprune.Method, "shares", "ResizeMethod"),
+        ("PRE_ENCODER", tokenprune.Method, "choose", "ImageChooser"),
+        ("ATTENTION", tokenprune.Method, "block_starts", "AttentionPattern"),
+        ("PRE_ENCODER", tokenprune.Pruner, None, "selection.ResizeMethod or tokenprune.selection.ImageChooser"),
+        ("IN_ENCODER", tokenprune.Pruner, None, "selection.EncoderMethod"),
+        ("DECODE", tokenprune.Pruner, None, "DecodeMethod"),
+        ("PRE_LLM", extend.ResizeMethod, None, "Pruner"),
     ],
-)  # fmt: skip
-def test_wrong_base_names_the_base_of_the_site(site: str, member: str, base: type) -> None:
-    members = {"__doc__": "Old.", "site": Site(site), member: lambda self, *args: None}
-    made = dataclass(frozen=True)(type("Old", (tokenprune.Method,), members))
-    with pytest.raises(RegistrationError, match=f"must derive from tokenprune.*{base.__name__}"):
-        tokenprune.register("old", site=site)(made)
-    assert re.search(f"must derive from tokenprune.*{base.__name__}", str(checks.find_unsupported_reason(made())))
-
-
-@torch.no_grad()
-def test_unregistered_method_works(build) -> None:
-    class Places(tokenprune.Pruner):
-        name = "places"
-
-        def score(self, tokens: Any) -> Tensor:
-            return torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
-
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(only=0)
-    with tokenprune.patched(model, Places(), keep=5):
-        model(**inputs)
-        assert tokenprune.stats(model).visual_tokens_out == 5
-
-
-def test_wrong_base_is_rejected() -> None:
-    wrong = [
-        ("IN_ENCODER", tokenprune.Pruner, "tokenprune.selection.EncoderMethod"),
-        ("DECODE", tokenprune.Pruner, "DecodeMethod"),
-        ("PRE_LLM", extend.ResizeMethod, "tokenprune.Pruner"), ("ATTENTION", tokenprune.Method, "AttentionPattern"),
-        ("PRE_ENCODER", tokenprune.Pruner, "selection.ResizeMethod or tokenprune.selection.ImageChooser"),
-    ]  # fmt: skip
-    for site, base, says in wrong:
-        cls = dataclass(frozen=True)(type("Wrong", (base,), {"__doc__": "Wrong."}))
-        with pytest.raises(RegistrationError, match=says):
-            tokenprune.register("wrong", site=site)(cls)
+)
+def test_wrong_base_names_the_base_of_the_site(site: str, base: type, member: str | None, names: str) -> None:
+    members = {"__doc__": "Old.", "site": Site(site)} | ({member: lambda self, *args: None} if member else {})
+    cls = dataclass(frozen=True)(type("Old", (base,), members))
+    with pytest.raises(RegistrationError, match=f"must derive from tokenprune.*{names}"):
+        tokenprune.register("old", site=site)(cls)
+    assert re.search(f"must derive from tokenprune.*{names}", str(checks.find_unsupported_reason(cls())))
 
 
 def test_question_free_options_are_suggested() -> None:
@@ -356,7 +308,3 @@ def test_engines_contain_no_observable_names() -> None:
     ]
     # What DECODE ranks by, in the message of an error.
     assert all("last_row_attention" in one and "decode_pruning" in one for one in found), found
-
-
-def test_filtering_by_site_returns_sites() -> None:
-    assert {Site(site) for site in registry.BASES} == set(Site) and Selection is tokenprune.Selection

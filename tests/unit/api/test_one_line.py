@@ -43,6 +43,7 @@ def test_list_is_split_into_settings(text: str, parts: tuple[str, ...]) -> None:
             "divprune + fastv:layer=3,query=all",
             {"method": [{"method": "divprune"}, {"method": "fastv", "layer": 3, "query": "all"}]},
         ),
+        ("fastv+dart:layer=3", {"method": [{"method": "fastv"}, {"method": "dart", "layer": 3}]}),
         ("sparsevlm:version=+", {"method": "sparsevlm", "version": "+"}),
         ("sparsevlm:version=1", {"method": "sparsevlm", "version": "1"}),  # a text, as its type says
         ("sparsevlm:version=++tome", {"method": [{"method": "sparsevlm", "version": "+"}, {"method": "tome"}]}),
@@ -66,6 +67,7 @@ def test_line_equals_patch_arguments(text: str, setting: dict) -> None:
 def test_setting_has_one_canonical_text() -> None:
     assert spec(" dart : layer=3 ,exact=False") == spec("dart:layer=3,exact=false") == "dart:layer=3,exact=false"
     assert spec('divprune+fastv:query="all"') == "divprune+fastv:query=all"
+    assert spec("fastv+dart:layer=3") == "fastv+dart:layer=3"
 
 
 @each(
@@ -93,41 +95,21 @@ def test_invalid_lines_are_rejected(text: str, error: type[Exception], said: str
         spec(text)
 
 
-def test_two_decoder_methods_combine_at_two_layers() -> None:
-    assert spec("fastv+dart:layer=3") == "fastv+dart:layer=3"
-
-
 def test_special_characters_are_quoted(tmp_path: Path) -> None:
     path = tmp_path / "a,b+c.safetensors"
     assert Setting.from_text(f'dymu:thresholds="{path}"').to_json() == {"method": "dymu", "thresholds": str(path)}
 
 
 def test_missing_seeds_and_defaults_are_filled_in() -> None:
-    assert [Setting.from_text(one).draws_at_random for one in ("random", "random:seed=1", "dart")] == [
-        True,
-        False,
-        False,
-    ]
-    assert Setting.from_text("random", 0.5).with_defaults({}, seed=2).to_json() == {
-        "method": "random",
-        "keep": 0.5,
-        "seed": 2,
-    }
-    assert Setting.from_text("random:seed=1", 0.5).with_defaults({}, seed=2).to_json() == {
-        "method": "random",
-        "keep": 0.5,
-        "seed": 1,
-    }
-    assert Setting.from_text("random+fastv").with_defaults({}, seed=2).to_json()["method"] == [
-        {"method": "random", "seed": 2},
-        {"method": "fastv"},
-    ]
-    more = {"dart": {"layer": 3, "pivot_text": 0}}
-    assert Setting.from_text("fastv+dart:layer=4").with_defaults(more).to_json()["method"][1] == {
-        "method": "dart",
-        "layer": 4,
-        "pivot_text": 0,
-    }
+    read = Setting.from_text
+    assert [read(text).draws_at_random for text in ("random", "random:seed=1", "dart")] == [True, False, False]
+    for text, seed in (("random", 2), ("random:seed=1", 1)):
+        filled = read(text, 0.5).with_defaults({}, seed=2).to_json()
+        assert filled == {"method": "random", "keep": 0.5, "seed": seed}
+    stack = read("random+fastv").with_defaults({}, seed=2).to_json()["method"]
+    assert stack == [{"method": "random", "seed": 2}, {"method": "fastv"}]
+    filled = read("fastv+dart:layer=4").with_defaults({"dart": {"layer": 3, "pivot_text": 0}}).to_json()["method"][1]
+    assert filled == {"method": "dart", "layer": 4, "pivot_text": 0}
 
 
 def test_settings_on_a_line_patch_a_model(model) -> None:

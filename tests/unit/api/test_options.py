@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of options: what fits, what is said of what does not, and that the methods that declare them are checked."""
+"""Options of methods: types and their errors, and descriptions in docstrings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Interval, Le, Lt
 import tokenprune
 from each import each
 from tokenprune.errors import OptionError
+from tokenprune.selection.docstrings import Docstring
 from tokenprune.selection.options import describe_type, get_option_types, matches_type
 
 if TYPE_CHECKING:
@@ -113,3 +114,54 @@ def test_type_checking_import_is_reported() -> None:
 
     with pytest.raises(OptionError, match=r"Made: the option type Tensor is not defined .* `if TYPE_CHECKING`"):
         Made()
+
+
+class Documented:
+    """Keep the first tokens.
+
+    A paragraph over
+    two lines.
+
+    Args:
+        center: Subtract the mean
+            of the tokens.
+        layer: The layer: a number.
+
+    Source:
+        Alvar et al.,
+        Algorithm 1.
+
+    Differences from the paper:
+        - Distances are computed
+          in float32.
+        - Ties keep the lower index.
+
+    Examples:
+        >>> 1 + 1
+        2
+    """
+
+
+def test_sections_are_split_and_joined() -> None:
+    doc = Docstring.from_class(Documented)
+    assert doc.paragraphs == ["Keep the first tokens.", "A paragraph over two lines."]
+    assert doc.args == {"center": "Subtract the mean of the tokens.", "layer": "The layer: a number."}
+    assert doc.sections == {
+        "Source": ["Alvar et al., Algorithm 1."],
+        "Differences from the paper": ["- Distances are computed in float32.", "- Ties keep the lower index."],
+        "Examples": [">>> 1 + 1", "2"],
+    }
+
+
+def test_a_class_without_a_docstring_has_no_sections() -> None:
+    assert Docstring.from_class(type("Empty", (Documented,), {})) == Docstring([""], {}, {})
+
+
+def test_every_option_of_a_method_is_described() -> None:
+    missing = {
+        name: options
+        for name in tokenprune.available_methods()
+        if (info := tokenprune.method_info(name)).cls.__module__.startswith("tokenprune.")
+        and (options := sorted(set(info.options) - set(Docstring.from_class(info.cls).args)))
+    }
+    assert not missing

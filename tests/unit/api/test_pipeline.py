@@ -33,7 +33,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @each("method", ["divprune", "dart"])
 def test_pipeline(method: str, case: tuple[Any, Any, Any]) -> None:
-    """It answers what `generate` answers, for one question, for a list, and in batches."""
     one, model, processor = case
     processor.tokenizer.padding_side = "left"
     ask = pipeline("image-text-to-text", model=model, processor=processor)

@@ -120,6 +120,5 @@ def test_a_session(policy: str, default: str, build) -> None:
 @each("default", DEFAULTS)
 @each("method", ["divprune", "kitoke", "tome", "pixelprune", "earlytom", "dynres", "dyrate"])
 def test_the_kit_for_methods(method: str, default: str) -> None:
-    """Its made-up tokens are on the host, in float32 but where it says otherwise."""
     with defaulting(default, watched=default == "meta"):
         check_method(tokenprune.method(method))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of third parties: registered, found, refused, and applied like ours."""
+"""Methods of third parties: registered, found, refused, applied like ours; wrong selections and scores are refused."""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -18,27 +18,13 @@ import tokenprune
 from basics import pieces
 from each import each
 from oracle import close, generate_logits, reduced
-from tokenprune import (
-    Budget,
-    Method,
-    OptionError,
-    Pruner,
-    Selection,
-    Site,
-    TokenPruneError,
-    VisualTokens,
-    register,
-)
+from pruned import run_pruned
+from tokenprune import Budget, Method, Pruner, Selection, Site, TokenPruneError, VisualTokens, register
 from tokenprune.errors import RegistrationError
 from tokenprune.methods import registry
 from zoo import FAMILIES, Family
 
-
-@pytest.fixture(autouse=True)
-def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    tokenprune.available_methods()
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    yield
+pytestmark = pytest.mark.usefixtures("restored_registries")
 
 
 def norms() -> type[Method]:
@@ -70,18 +56,39 @@ def test_third_party_method_works(family: Family, model) -> None:
     assert (info.observables, info.needs) == (frozenset(), {"features"})
     assert not info.capturable  # to check its scores for NaN the host waits
     inputs = family.make_inputs()
-    seen: list[Tensor] = []
-    layer = model.get_submodule(family.decoder).layers[0]
-    handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    model(**inputs)
-    handle.remove()
-    with tokenprune.patched(model, "norms", keep=5, power=-1.0, record=True):
-        model(**inputs)
-        kept = tokenprune.stats(model).cuts[0].kept
+    hidden, _ = enter_decoder(family, model, inputs)
+    kept = run_pruned(model, inputs, "norms", 5, power=-1.0)[1].cuts[0].kept
     for row, row_pieces in enumerate(pieces(family, inputs)):
         for piece in row_pieces:
-            shortest = sorted(piece, key=lambda place: float(seen[0][row, place].norm()))[:5]
+            shortest = sorted(piece, key=lambda position: float(hidden[row, position].norm()))[:5]
             assert set(kept[row]) & set(piece) == set(shortest)
+
+
+@torch.no_grad()
+def test_next_cut_takes_its_share_of_what_a_wrong_count_left(build) -> None:
+    @register("three", site=Site.PRE_LLM, paper="none")
+    @dataclass(frozen=True)
+    class Three(Pruner):
+        """Keep three tokens whatever is asked."""
+
+        def select(self, tokens: VisualTokens) -> Selection:
+            return Selection(tokens.mask & (torch.arange(tokens.mask.shape[1]) < 3))
+
+    family = FAMILIES["llava_next"]
+    model, inputs = build(family), family.make_inputs(images=(1, 2))
+    output, stats = run_pruned(model, inputs, ["three", "fastv"], [0.5, 0.7])
+    assert stats.visual_tokens_per_layer == [9, 9, 6, 6]
+    with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
+        close(output.logits[:, -1], model(**inputs).logits[:, -1])
+
+
+def enter_decoder(family: Family, model: Any, inputs: Any) -> tuple[Tensor, Any]:
+    """Return the hidden states that enter the first decoder layer, and the statistics if the model is patched."""
+    entered: list[Tensor] = []
+    layer = model.get_submodule(family.decoder).layers[0]
+    with layer.register_forward_pre_hook(lambda module, args: entered.append(args[0])):
+        model(**inputs)
+    return entered[0], tokenprune.stats(model) if tokenprune.is_patched(model) else None
 
 
 def refused(name: str, cls: type, **more: Any) -> str:
@@ -184,39 +191,6 @@ def test_only_similar_names_are_suggested(name: str, offered: str | None) -> Non
     assert len(named) == (3 if name else 0) and str(error.value).endswith("`tokenprune methods` lists them all")
 
 
-@pytest.mark.parametrize(("option", "offered"), [("layers", "'layer'"), ("Layer", "'layer'"), ("depth", None)])
-def test_only_similar_options_are_suggested(option: str, offered: str | None) -> None:
-    with pytest.raises(OptionError) as error:
-        tokenprune.method("fastv", **{option: 2})
-    assert ("did you mean" in str(error.value)) == (offered is not None)
-    assert offered is None or offered in str(error.value)
-
-
-@torch.no_grad()
-def test_unused_observables_are_not_computed(build) -> None:
-    @register("nosy", site=Site.IN_LLM, paper="none")
-    @dataclass(frozen=True)
-    class Nosy(Pruner):
-        """Read keys without saying so."""
-
-        layer: int = 2
-
-        def score(self, tokens: VisualTokens) -> Tensor:
-            return tokens.keys.sum(-1)
-
-    @register("early", site=Site.PRE_LLM, paper="none", needs=("keys",))
-    @dataclass(frozen=True)
-    class Early(tokenprune.Pruner):
-        """Need keys before any layer has run."""
-
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
-    with tokenprune.patched(model, "nosy", keep=0.3), pytest.raises(TokenPruneError, match=r"keys.*needs"):
-        model(**inputs)
-    with pytest.raises(OptionError, match="keys"):
-        tokenprune.patch(model, "early", keep=0.3)
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -268,44 +242,108 @@ def test_weights_of_a_merge(build) -> None:
 
     family = FAMILIES["qwen3_vl"]
     model, inputs = build(family), family.make_inputs()
-    seen: list[Tensor] = []
-    layer = model.get_submodule(family.decoder).layers[0]
-    handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    try:
-        model(**inputs)
-        with tokenprune.patched(model, "all_in_one", keep=Budget(tokens=1), record=True):
-            handle.remove()
-            handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-            model(**inputs)
-            kept = tokenprune.stats(model).cuts[0].kept
-    finally:
-        handle.remove()
-    full, cut = seen
-    for row, row_pieces in enumerate(pieces(family, inputs)):
-        (piece,) = row_pieces
+    full, _ = enter_decoder(family, model, inputs)
+    with tokenprune.patched(model, "all_in_one", keep=Budget(tokens=1), record=True):
+        merged, stats = enter_decoder(family, model, inputs)
+    kept = stats.cuts[0].kept
+    for row, ((piece,), positions) in enumerate(zip(pieces(family, inputs), kept, strict=True)):
         weight = torch.arange(1.0, len(piece) + 1)
         want = (full[row, piece] * weight[:, None]).sum(0) / weight.sum()
-        slot = kept[row].index(piece[0]) - len(kept[row])  # rows are filled from the right
-        torch.testing.assert_close(cut[row, slot], want)
+        slot = positions.index(piece[0]) - len(positions)  # rows are filled from the right
+        torch.testing.assert_close(merged[row, slot], want)
 
 
+WRONG = {
+    "none": lambda tokens: None,
+    "a tensor": lambda tokens: tokens.mask,
+    "scores": lambda tokens: Selection(torch.rand(tokens.mask.shape)),
+    "shape": lambda tokens: Selection(tokens.mask[:, :-1]),
+    "nothing kept": lambda tokens: Selection(torch.zeros_like(tokens.mask)),
+    "assign to a dropped token": lambda tokens: Selection(first(tokens), torch.full(tokens.mask.shape, 1)),
+    "assign out of range": lambda tokens: Selection(first(tokens), torch.full(tokens.mask.shape, 10_000)),
+    "assign below -1": lambda tokens: Selection(first(tokens), torch.full(tokens.mask.shape, -7)),
+    "assign shape": lambda tokens: Selection(first(tokens), torch.full((2, 2), 0)),
+    "assign type": lambda tokens: Selection(first(tokens), torch.zeros(tokens.mask.shape)),
+    "weight shape": lambda tokens: Selection(first(tokens), torch.full(tokens.mask.shape, 0), torch.ones(2, 2)),
+    "counts": lambda tokens: Selection(first(tokens), counts=[2] * len(tokens.keep)),
+}
+
+
+@each("case", WRONG)
 @torch.no_grad()
-def test_selection_of_wrong_size_is_rejected(build) -> None:
-    """A method may keep more or fewer than its budget; the next cut still has its share of what is there."""
-
-    @register("three", site=Site.PRE_LLM, paper="none")
+def test_invalid_selection_is_rejected(case: str, build) -> None:
     @dataclass(frozen=True)
-    class Three(Pruner):
-        """Keep three tokens whatever is asked."""
+    class Wrong(Pruner):
+        """Select nonsense."""
 
-        def select(self, tokens: VisualTokens) -> Selection:
-            return Selection(tokens.mask & (torch.arange(tokens.mask.shape[1]) < 3))
+        def select(self, tokens: VisualTokens) -> Any:
+            return WRONG[case](tokens)
 
-    family = FAMILIES["llava_next"]
-    model, inputs = build(family), family.make_inputs(images=(1, 2))
-    with tokenprune.patched(model, ["three", "fastv"], keep=[0.5, 0.7], record=True):
-        got = model(**inputs).logits[:, -1]
-        stats = tokenprune.stats(model)
-    assert stats.visual_tokens_per_layer == [9, 9, 6, 6]
-    with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
-        close(got, model(**inputs).logits[:, -1])
+    register("wrong", site=Site.PRE_LLM, paper="none")(Wrong)
+    model, inputs = FAMILIES["qwen2_vl"].prepare(build)
+    before = model(**inputs).logits
+    with tokenprune.patched(model, "wrong", keep=0.3), pytest.raises(TokenPruneError, match="wrong"):
+        model(**inputs)
+    assert torch.equal(model(**inputs).logits, before)
+
+
+# What a score must not be, and what the error says of it.
+WRONG_SCORES = {
+    "none": (lambda tokens: None, "not NoneType"),
+    "a list": (lambda tokens: tokens.mask.tolist(), "not list"),
+    "one for each image": (lambda tokens: tokens.hidden.mean(dim=(1, 2)), r"not float32 \[2\]"),
+    "one for each head": (lambda tokens: tokens.hidden.unflatten(2, (4, -1)).mean(3), r"not float32 \[2, 35, 4\]"),
+    "transposed": (lambda tokens: tokens.hidden.mean(2).T, r"not float32 \[35, 2\]"),
+    "complex": (lambda tokens: tokens.hidden.mean(2) * 1j, "not complex64"),
+    "yes or no": (lambda tokens: tokens.mask, "not bool"),
+    "elsewhere": (lambda tokens: tokens.hidden.mean(2).to("meta"), "on meta"),
+    "no number": (lambda tokens: tokens.hidden.mean(2) * torch.nan, "NaN"),
+    "no number in one image": (lambda tokens: first_is_nan(tokens), "NaN"),
+}
+
+
+def first_is_nan(tokens: VisualTokens) -> Tensor:
+    score = tokens.hidden.mean(2)
+    score[0, : tokens.counts[0]] = torch.nan  # what is behind is padding
+    return score
+
+
+@each("case", WRONG_SCORES)
+@torch.no_grad()
+def test_invalid_score_is_rejected(case: str, build) -> None:
+    score, says = WRONG_SCORES[case]
+
+    @register("loud", site=Site.PRE_LLM, paper="none")
+    @dataclass(frozen=True)
+    class Loud(Pruner):
+        """Score nonsense."""
+
+        def score(self, tokens: VisualTokens) -> Any:
+            return score(tokens)
+
+    model, inputs = FAMILIES["llava_next"].prepare(build, sizes=[(16, 32), (8, 32)])
+    shape = [2, max(max(row) for row in inputs.counts)]
+    before = model(**inputs).logits
+    with tokenprune.patched(model, "loud", keep=0.3), pytest.raises(TokenPruneError) as error:
+        model(**inputs)
+    assert f"loud.score() must return a float tensor [S, N] = {shape}" in str(error.value)
+    assert re.search(says.replace("35", str(shape[1])), str(error.value))
+    assert torch.equal(model(**inputs).logits, before)
+
+
+@each("some_nan", [False, True])
+def test_integers_and_some_nan_are_accepted_as_scores(some_nan: bool, build) -> None:
+    """NaN counts as lowest, also in bfloat16. The method is not registered."""
+
+    class Positions(Pruner):
+        name = "positions"
+
+        def score(self, tokens: VisualTokens) -> Tensor:
+            index = torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
+            return torch.where(index < 24, torch.nan, 1.0).bfloat16() if some_nan else index
+
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    (kept,) = run_pruned(model, inputs, Positions(), 12)[1].cuts[0].kept
+    (piece,) = pieces(family, inputs)[0]
+    assert set(kept) & set(piece) == set(piece[24:])

@@ -42,6 +42,14 @@ SETTINGS = {
         dict(method="divprune", keep=tokenprune.Budget(keep=0.3, per="prompt")),
     ),
     "for vLLM": ({"method": "fastv", "keep": 0.3, "experimental_in_llm": True}, dict(method="fastv", keep=0.3)),
+    "average": (
+        {"method": "fastv", "keep": {"average_tokens": 20}, "layer": 1},
+        dict(method="fastv", keep=tokenprune.Budget(average_tokens=20), layer=1),
+    ),
+    "a budget for each": (
+        {"method": ["pool", {"method": "fastv", "layer": 1}], "keep": [0.6, {"kv_share": 0.8}]},
+        dict(method=["pool", tokenprune.method("fastv", layer=1)], keep=[0.6, tokenprune.Budget.from_kv_share(0.8)]),
+    ),
 }
 
 
@@ -56,36 +64,19 @@ def run(model: Any, **given: Any) -> tuple[torch.Tensor, list[int], list[Any]]:
         return logits, stats.visual_tokens_per_layer, [cut.kept for cut in stats.cuts]
 
 
-@each("kind", ["file", "text", "content"])
 @each("name", SETTINGS)
-def test_config_equals_patch_arguments(name: str, kind: str, build: Callable, tmp_path: Path) -> None:
-    model, (setting, given) = build(LLAVA), SETTINGS[name]
-    path = tmp_path / "tokenprune.json"
+def test_config_equals_patch_arguments(name: str, build: Callable, tmp_path: Path) -> None:
+    """With and without metadata, as a file and as a dict."""
+    model, (setting, arguments) = build(LLAVA), SETTINGS[name]
+    path, plain = tmp_path / "tokenprune.json", tmp_path / "plain.json"
     tokenprune.write_config(path, Setting.from_json(setting))
-    logits, layers, kept = run(model, config={"file": path, "text": str(path), "content": content(setting)}[kind])
-    others = run(model, **given)
-    assert torch.equal(logits, others[0])
-    assert layers == others[1]
-    assert str(kept) == str(others[2])
+    plain.write_text(json.dumps(setting))
+    want, layers, kept = run(model, **arguments)
+    for config in (path, str(path), content(setting), plain, setting):
+        logits, *others = run(model, config=config)
+        assert torch.equal(logits, want) and others[0] == layers and str(others[1]) == str(kept)
     with torch.no_grad():
-        assert not torch.equal(logits, model(**LLAVA.make_inputs(images=(2, 1))).logits)
-
-
-def test_setting_without_metadata_is_a_config(build: Callable, tmp_path: Path) -> None:
-    """As a file and as a dict; budgets can be said in it."""
-    model, path = build(LLAVA), tmp_path / "mine.json"
-    for setting, given in (
-        ({"method": "fastv", "keep": 2, "layer": 1}, dict(method="fastv", keep=2, layer=1)),
-        ({"method": "fastv", "keep": {"average_tokens": 20}, "layer": 1},
-         dict(method="fastv", keep=tokenprune.Budget(average_tokens=20), layer=1)),
-        ({"method": ["pool", {"method": "fastv", "layer": 1}], "keep": [0.6, {"kv_share": 0.8}]},
-         dict(method=["pool", tokenprune.method("fastv", layer=1)], keep=[0.6, tokenprune.Budget.from_kv_share(0.8)])),
-    ):  # fmt: skip
-        path.write_text(json.dumps(setting))
-        wanted = run(model, **given)
-        for config in (setting, path, str(path), content(setting)):
-            logits, layers, kept = run(model, config=config)
-            assert torch.equal(logits, wanted[0]) and layers == wanted[1] and str(kept) == str(wanted[2])
+        assert not torch.equal(want, model(**LLAVA.make_inputs(images=(2, 1))).logits)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
@@ -141,11 +132,7 @@ BAD = {
     "keep inside": (content({"method": {"method": "dart", "keep": 0.5}}), OptionError, "keep belongs next to"),
     "a list": ([1], ConfigError, 'or {"schema": 1'),
     "no schema": ({"setting": {"method": "dart"}}, ConfigError, "is not a configuration"),
-    "another schema": (
-        {"schema": 2, "setting": {}},
-        ConfigError,
-        "schema 2, but this version .* reads schema 1",
-    ),
+    "another schema": ({"schema": 2, "setting": {}}, ConfigError, "schema 2, but this version .* reads schema 1"),
     "no setting": ({"schema": 1}, ConfigError, "setting and tuned must be objects"),
     "option outside": ({"schema": 1, "setting": {"method": "dart"}, "keep": 1}, ConfigError, "unknown keys keep"),
     "no method": (content({"keep": 0.5}), OptionError, "names no method"),
@@ -184,7 +171,6 @@ def test_invalid_files_are_rejected(
 
 @pytest.mark.parametrize("more", [{"method": "dart"}, {"keep": 0.25}, {"layer": 2}], ids=str)
 def test_config_excludes_other_arguments(more: dict[str, Any], build: Callable) -> None:
-    """Also what are the defaults, if they are given."""
     with pytest.raises(OptionError, match="Pass either config= or these"):
         tokenprune.patch(build(LLAVA), config=content({"method": "pool"}), **more)
     with pytest.raises(ConfigError, match="must be a path or a dict"):
@@ -231,7 +217,6 @@ def test_file_is_written_atomically(tmp_path: Path) -> None:
     ids=str,
 )
 def test_plugin_reads_the_same_setting(setting: dict[str, Any]) -> None:
-    """What the vLLM plugin makes of a setting, with nothing left implicit, is the same methods and budgets here."""
     served = Setting.from_json(parse_setting(setting).to_json())
     assert served.steps() == Setting.from_json(setting).steps()
 

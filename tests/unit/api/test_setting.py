@@ -67,7 +67,6 @@ def test_file_options_are_listed() -> None:
 @each("server", [SERVER, {"method": "dymu", "keep": 0.5, "exact": True}, {"off": True}])
 @each("value", ["/etc/passwd", "/no/such/file", "", None, 7, ["/etc/passwd"], {"a": 1}])
 def test_request_with_file_is_rejected(server: dict, value: Any) -> None:
-    """However it is written, whether or not there is such a file, and without a look at it."""
     dymu = {"exact": True, "thresholds": value}
     written = [
         {"method": "dymu", **dymu},
@@ -139,7 +138,6 @@ def unopened() -> Iterator[None]:
 @settings(max_examples=300, deadline=None)
 @given(layers(), st.sampled_from([SERVER, {"off": True}]))
 def test_fuzzed_settings_raise_library_errors(layer: dict[str, Any], server: dict[str, Any]) -> None:
-    """By one of our errors, a ValueError, of a length that can be read; nothing of it is ever opened."""
     with unopened():
         try:
             made = parse_setting(server, layer, trusted=False)
@@ -179,17 +177,13 @@ def check_refused(layer: Any) -> None:
 @each("depth", DEPTHS)
 @each("written", WRITTEN)
 def test_path_is_rejected_everywhere(method: str, option: str, depth: Any, written: Any) -> None:
-    """As the value of any option of any method, at any depth, in any of the ways to write a method."""
     check_refused(written({"method": method, option: depth(PATH)}))
 
 
-@each("layer", WITHOUT_OPTION)
-def test_path_is_rejected_for_other_options(layer: Any) -> None:
-    check_refused(layer)
+test_path_is_rejected_for_other_options = each("layer", WITHOUT_OPTION)(check_refused)
 
 
 def test_a_server_reads_its_own_files_once(tmp_path: Path) -> None:
-    """And a request that changes something else inherits them."""
     path = Path(tokenprune.__file__).parent / "methods/encoder/data/demo_vlm.safetensors"
     mine = tmp_path / "mine.safetensors"
     mine.write_bytes(path.read_bytes())
@@ -268,14 +262,6 @@ def test_bounds_from_json(text: str, tmp_path: Path) -> None:
         tokenprune.read_config(path)
 
 
-@each("keep", [10**400, -(10**400), float("nan"), float("inf"), True, "x", [1]])
-def test_budgets_are_checked(keep: Any) -> None:
-    for target in ("keep", "average_tokens", "average_share", "kv_share", "flops_share"):
-        if (target, keep) != ("keep", 10**400) and not (target == "average_tokens" and keep == 10**400):
-            with pytest.raises(BudgetError):
-                Budget.from_json({target: keep})
-
-
 @each(("method", "option"), sorted(places()))
 def test_booleans_are_rejected_as_numbers(method: str, option: str) -> None:
     default = registry.method_info(method).options[option]
@@ -304,7 +290,6 @@ def test_one_form(written: list[dict]) -> None:
 
 
 def test_the_same_methods_keep_their_options() -> None:
-    """In whichever way the lower layer and the upper one are written."""
     below = [{"method": "random", "seed": 3}, {"method": [{"method": "random", "seed": 3}]}]
     above = [{"method": "random"}, {"method": {"method": "random"}}, {"keep": 0.25}, {"off": False}]
     assert {parse_setting(low, up).method.seed for low in below for up in above} == {3}

@@ -16,6 +16,7 @@ from transformers import LlavaConfig
 import tokenprune
 import zoo
 from each import each
+from tokenprune.cli.completion import complete_methods, list_builtin_methods
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.integrations.vllm.settings.parse import check_method
@@ -79,7 +80,6 @@ def test_a_users_own_spinning_stays() -> None:
 
 
 def test_every_benchmark_calms_its_threads_first() -> None:
-    """Ahead of the first import that could load torch."""
     late, light = [], ("tokenprune.cli", "tokenprune.errors", "tokenprune_bench.cli")
     heavy = ("torch", "transformers", "common", "asking", "serving", "tokenprune")
     for path in BENCHMARKS.rglob("*.py"):
@@ -99,22 +99,24 @@ def test_every_benchmark_calms_its_threads_first() -> None:
     assert not late, f"import calm_threads first, in {late}"
 
 
-@pytest.mark.parametrize("command", ["methods", "families", "--version"])
+@pytest.mark.parametrize("command", ["methods", "families", "--version", "--help"])
 def test_lists_import_neither_torch_nor_transformers(command: str) -> None:
-    """A time would test the machine; what takes the time is importing these. A method that loads torch when it is
-    imported writes `from torch import ...` outside `if TYPE_CHECKING`."""
-    output = run(COUNT.format(NUMBERS | {"transformers"}), command)
+    """A method that loads torch when it is imported writes `from torch import ...` outside `if TYPE_CHECKING`."""
+    heavy = NUMBERS | {"transformers"} | ({"matplotlib", "rich.progress"} if command == "--help" else set())
+    output = run(COUNT.format(heavy), command)
     assert output.splitlines()[-1] == "imported:"
-    if command == "methods":
-        assert all(re.search(rf"^ ?{name} ", output, re.MULTILINE) for name in available_methods())
+    listed = {"methods": available_methods(), "--help": "methods families demo bench report show".split()}
+    assert all(re.search(rf"^\W*{name} ", output, re.MULTILINE) for name in listed.get(command, ()))
 
 
 def test_completion_imports_neither_torch_nor_transformers() -> None:
     output = run(
         "import sys\nsys.argv = ['tokenprune']\n" + COUNT.format(NUMBERS | {"transformers"}),
-        _TOKENPRUNE_COMPLETE="complete_bash", COMP_WORDS="tokenprune bench --methods divpr", COMP_CWORD="3",
+        _TOKENPRUNE_COMPLETE="complete_bash", COMP_WORDS="tokenprune bench --methods divprune+fastv", COMP_CWORD="3",
     )  # fmt: skip
-    assert output.split()[0] == "divprune" and output.splitlines()[-1] == "imported:"
+    assert output.split()[:2] == ["divprune+fastv", "divprune+fastvid"] and output.splitlines()[-1] == "imported:"
+    assert list_builtin_methods() == available_methods()
+    assert complete_methods("dart,unif") == ["dart,uniform"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,6 @@ def test_completion_imports_neither_torch_nor_transformers() -> None:
     [("recommend", "demo_vlm"), ("recommend", "demo_qwen"), ("profile", "--config-only", "--method", "fastv")],
 )
 def test_a_config_is_read_without_torch(command: tuple[str, ...]) -> None:
-    """transformers itself brings numpy and Pillow along."""
     output = run(COUNT.format({"scipy", "sklearn", "pandas", "transformers.generation.utils"}), *command)
     assert output.splitlines()[-1] == "imported:" and "not found" not in output
     assert ("start from" if command[0] == "recommend" else "by FLOPs of tower and decoder") in output
@@ -166,7 +167,7 @@ ASIDE = (
     "tokenprune.integrations.hf.attention.",
     "tokenprune.integrations.hf.drafting",
     "tokenprune.integrations.hf.feature_cache.part",
-    "tokenprune.integrations.hf.graphs.prefill",
+    "tokenprune.integrations.hf.graphs.decoder",
     "tokenprune.integrations.hf.pixels",
     "tokenprune.integrations.hf.sessions",
     "tokenprune.integrations.vllm.gateway",
@@ -175,7 +176,6 @@ ASIDE = (
 
 @pytest.mark.parametrize("method", ["divprune", "fastv", "dart"])
 def test_a_plain_patch_loads_nothing_that_is_not_asked_for(method: str) -> None:
-    """Sessions, policies, the guard, drafts, two passes, frame weights and the feature cache."""
     code = f"""if True:
         import sys
         sys.path.insert(0, {str(Path(zoo.__file__).parent)!r})

@@ -14,7 +14,6 @@ from transformers import TextStreamer
 
 import tokenprune
 from basics import snapshot
-from each import each
 from processors import demo_model, llava, photo, state
 from tokenprune import AlreadyPatchedError, Budget, BudgetError, OptionError, UnknownMethodError
 from tokenprune.methods.pixels.dynres import asks_for_detail
@@ -117,32 +116,14 @@ def test_certainty_of_known_odds() -> None:
     assert (margin, entropy) == (pytest.approx(0.2), pytest.approx(want))
 
 
-# -- the guard
-
-
-@each(
-    "question, want",
-    [
-        ("What does the sign read?", True),
-        ("how many letters?", True),
-        ("the Number, please", True),
-        ("explain the chart", True),
-        ("what color is the circle?", False),
-        ("is he already there, or in context?", False),
-    ],
-)
-def test_questions_about_what_is_written(question: str, want: bool) -> None:
-    assert asks_for_detail(question) == want
-
-
 def test_the_guard_goes_to_the_full_size_at_once() -> None:
+    for text in ("What does the sign read?", "how many letters?", "the Number, please", "explain the chart"):
+        assert asks_for_detail(text)
+    assert not asks_for_detail(QUESTION) and not asks_for_detail("is he already there, or in context?")
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8))
     soft = photo(200, 200)
-    assert (
-        has_detailed_image(llava(), noise)
-        and has_detailed_image(llava(), [[soft], [noise]])
-        and not has_detailed_image(llava(), soft)
-    )
+    assert has_detailed_image(llava(), noise) and has_detailed_image(llava(), [[soft], [noise]])
+    assert not has_detailed_image(llava(), soft)
     for question, image, guard in [("what number is it?", soft, "question"), (QUESTION, noise, "image")]:
         made = ask(question, image, guard=True, min_margin=0, max_entropy=math.inf)
         assert (made.passes, made.accepted, made.guard) == (1, False, guard)
@@ -154,17 +135,15 @@ def test_the_guard_goes_to_the_full_size_at_once() -> None:
 
 
 def test_configured_methods_and_several_images() -> None:
-    model, processor = demo_model(), llava()
+    processor = llava()
     text = prompt(processor, images=2)
     options = dict(images=[photo(200, 200), photo(90, 90)], text=text, guard=False, max_new_tokens=2, do_sample=False)
-    made = escalate(
-        model, processor, method=tokenprune.method("random", seed=3), keep=10, min_margin=math.inf, **options
-    )
-    assert made.visual_tokens == (20, 512)
-    made = escalate(
-        model, processor, method="view_select", keep=Budget(tokens=1), min_margin=0, max_entropy=math.inf, **options
-    )
-    assert made.visual_tokens == (256,)
+    for method, keep, limits, tokens in (
+        (tokenprune.method("random", seed=3), 10, dict(min_margin=math.inf), (20, 512)),
+        ("view_select", Budget(tokens=1), dict(min_margin=0, max_entropy=math.inf), (256,)),
+    ):
+        made = escalate(demo_model(), processor, method=method, keep=keep, **limits, **options)
+        assert made.visual_tokens == tokens
 
 
 def test_what_is_refused_changes_nothing() -> None:

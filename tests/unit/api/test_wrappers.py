@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A patch belongs to the model that has the decoder: whatever wraps that model finds it there, and may come and go."""
+"""Wrappers, adapters, copies and replicas of a patched model find its patch, run their own weights, or are refused."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tokenprune
 from basics import snapshot
 from each import each
-from tokenprune import AlreadyPatchedError, NotPatchedError, OptionError, UnsupportedSetupError
-from zoo import FAMILIES
+from families import FAMILIES
+from tokenprune import AlreadyPatchedError, NotPatchedError, OptionError, UnsupportedModelError, UnsupportedSetupError
 
 peft = pytest.importorskip("peft")
 
@@ -37,7 +43,6 @@ def end(model: Any, inputs: Any) -> torch.Tensor:
 @each("method", METHODS)
 @each("name", ["llava", "qwen2_5_vl"])
 def test_a_patch_of_the_wrapper_is_still_there_after_a_merge(name: str, method: Any) -> None:
-    """It can be asked about, and comes off to the bit."""
     family = FAMILIES[name]
     inputs, wrapper = family.make_inputs(images=(2, 1)), adapted(family.build())
     whole = copy.deepcopy(wrapper).merge_and_unload()
@@ -62,8 +67,7 @@ def test_a_patch_of_the_wrapper_is_still_there_after_a_merge(name: str, method: 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_all_that_hold_the_model_speak_of_one_patch(name: str) -> None:
-    family = FAMILIES[name]
-    model, inputs = family.build(), family.make_inputs()
+    model, inputs = FAMILIES[name].prepare()
     tokenprune.patch(model, "divprune", keep=0.5)
     wrapper = adapted(model)
     every = [wrapper, wrapper.base_model, model, model.model]
@@ -113,8 +117,7 @@ def test_a_merge_inside_of_a_with_block() -> None:
 
 
 def test_without_the_adapter_the_base_is_pruned_as_it_is() -> None:
-    family = FAMILIES["llava"]
-    model, inputs = family.build(), family.make_inputs()
+    model, inputs = FAMILIES["llava"].prepare()
     with tokenprune.patched(model, "fastv", keep=0.3):
         plain = end(model, inputs)
     wrapper = tokenprune.patch(adapted(model), "fastv", keep=0.3)
@@ -158,8 +161,7 @@ class Holder(nn.Module):
 
 @pytest.mark.parametrize("wrap", [Holder, lambda model: torch.compile(model, backend="eager")], ids=["own", "compiled"])
 def test_other_wrappers(wrap: Any) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = family.build(), family.make_inputs()
+    model, inputs = FAMILIES["llava"].prepare()
     want = end(model, inputs)
     wrapper = wrap(model)
     was = snapshot(model)
@@ -175,10 +177,7 @@ def test_what_is_no_model_has_no_patch() -> None:
     assert not tokenprune.is_patched(None) and not tokenprune.is_patched(object())
 
 
-@each(
-    "method, target, saved",
-    [("tome", ".*visual.*qkv", None), ("towerdrop", ".*language_model.*q_proj", ["merger"])],
-)
+@each("method, target, saved", [("tome", ".*visual.*qkv", None), ("towerdrop", ".*language_model.*q_proj", ["merger"])])
 def test_an_adapter_that_hides_a_hook_is_refused(method: str, target: str, saved: list[str] | None) -> None:
     """Hooks of the patch stand on the modules below the adapter, and would see the weights without it."""
     family = FAMILIES["qwen2_5_vl"]
@@ -198,3 +197,107 @@ def test_an_adapter_that_hides_a_hook_is_refused(method: str, target: str, saved
     tokenprune.patch(peft.get_peft_model(model, config).eval(), method, keep=0.3, replace=True)
     end(model, inputs)
     assert tokenprune.stats(model).keep_ratio < 0.5
+
+
+def replicate(module: nn.Module) -> Any:
+    """Return a replica as nn.DataParallel makes it for a GPU, with parameters of its own."""
+    replica = module._replicate_for_data_parallel()
+    for name, parameter in module._parameters.items():
+        replica.__dict__[name] = None if parameter is None else parameter.detach().clone()
+    replica._buffers = dict(module._buffers)
+    for name, child in module._modules.items():
+        replica._modules[name] = None if child is None else replicate(child)
+    return replica
+
+
+def tower_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters() if "vision" in name or "visual" in name]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["divprune", "fastv"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "blip-2"])
+def test_a_replica_is_refused(name: str, method: str) -> None:
+    model, inputs = FAMILIES[name].prepare()
+    with tokenprune.patched(model, method, keep=0.4):
+        want = model(**inputs).logits
+        with pytest.raises(UnsupportedSetupError, match=r"replica .*DistributedDataParallel"):
+            replicate(model)(**inputs)
+        assert torch.equal(model(**inputs).logits, want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS[:3])
+def test_functional_call_runs_the_weights_that_it_is_given(method: str) -> None:
+    model, inputs = FAMILIES["llava"].prepare()
+    other = copy.deepcopy(model)
+    weights = {name: torch.zeros_like(other.get_parameter(name)) for name in tower_names(other)}
+    for name, weight in weights.items():
+        other.get_parameter(name).copy_(weight)
+    with tokenprune.patched(model, method, keep=0.4), tokenprune.patched(other, method, keep=0.4):
+        want = other(**inputs).logits
+        got = torch.func.functional_call(model, weights, (), inputs).logits
+        assert torch.equal(got, want) and not torch.equal(model(**inputs).logits, want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS[:3])
+def test_a_shallow_copy_and_a_partial_are_the_same_model(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The suite registers a device of its own, which has no memory.
+    data_parallel = importlib.import_module("torch.nn.parallel.data_parallel")
+    monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
+    model, inputs = FAMILIES["llava"].prepare()
+    parallel = nn.DataParallel(model)
+    with pytest.raises(UnsupportedModelError, match=r"DataParallel wraps the model\. Patch the model before wrapping"):
+        tokenprune.patch(parallel, method)
+    with tokenprune.patched(model, method, keep=0.4):
+        want, tokens = model(**inputs).logits, model.generate(**inputs, max_new_tokens=3)
+        other = copy.copy(model)
+        assert torch.equal(other(**inputs).logits, want)
+        assert torch.equal(functools.partial(other.generate, max_new_tokens=3)(**inputs), tokens)
+        assert torch.equal(parallel(**inputs).logits, want)  # one process without GPUs makes no replica
+        assert tokenprune.stats(parallel.module).keep_ratio < 0.6
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("order", ["wrapper first", "patch first"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("method", METHODS[:3])
+def test_parallel_wrappers_train_as_one_process(method: str, wrapper: str, order: str) -> None:
+    model, inputs = FAMILIES["llava"].prepare()
+
+    def step(run: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        logits = run(**inputs).logits[:, -1]
+        logits.logsumexp(-1).sum().backward()
+        grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        return logits, {
+            name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()
+        }
+
+    def wrap() -> Any:
+        if wrapper == "ddp":
+            return DistributedDataParallel(model, find_unused_parameters=True)
+        for layer in model.model.language_model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    with tokenprune.patched(model, method, keep=0.4):
+        logits, grads = step(model)
+    if order == "patch first":
+        tokenprune.patch(model, method, keep=0.4)
+        run = wrap()
+    else:
+        run = wrap()
+        tokenprune.patch(model, method, keep=0.4)
+    got, got_grads = step(run)
+    assert torch.equal(got, logits)
+    assert {name: torch.equal(grad, grads[name]) for name, grad in got_grads.items()} == dict.fromkeys(grads, True)
+    assert tokenprune.stats(model).keep_ratio < 0.6

@@ -157,6 +157,11 @@ def test_it_opens_with_an_example_that_was_asked(opened: Any) -> None:
     assert len(boxes) == 3 and len({(round(box["width"]), round(box["height"])) for box in boxes}) == 1  # one scale
     wide = opened.viewport_size["width"] > 1000
     assert len({box["y"] for box in boxes}) == (1 if wide else 2)
+    button, table = opened.get_by_role("button", name="Compare").bounding_box(), opened.locator(".tokenprune-table")
+    assert wide or button["y"] + button["height"] <= opened.locator("#tokenprune-head").bounding_box()["y"]
+    assert table.locator("tr").first.inner_text().split() == ["unpatched", "divprune", "0.25", "fastv", "0.25"]
+    assert table.evaluate("box => box.scrollWidth <= box.clientWidth")  # not cut off
+    assert opened.locator(".tokenprune-code").first.bounding_box()["height"] < 130  # no empty lines
     assert opened.get_by_text("✓ right").count() + opened.get_by_text("✗ wrong").count() == 3
     summary = opened.locator(".tokenprune-row summary").nth(1)
     summary.focus()
@@ -181,7 +186,7 @@ def test_drop_ask_slide_and_switch(opened: Any, tmp_path: Path) -> None:
     for _ in range(5):
         opened.keyboard.press("ArrowRight")
     finished(opened, "divprune 0.5")
-    method = opened.get_by_label("Method")
+    method = opened.get_by_label("Method", exact=True)
     method.fill("dart:pivot_text=0")
     method.press("Enter")
     opened.get_by_role("button", name="Compare").click()

@@ -340,11 +340,7 @@ def test_a_server_without_the_plugin_is_not_measured(server: Pretender) -> None:
 @pytest.mark.parametrize(
     ("status", "message", "says"),
     [
-        (
-            400,
-            "disabled by default",
-            "disabled by default. To allow a setting per request, start it with --trust-",
-        ),
+        (400, "disabled by default", "disabled by default. To allow a setting per request, start it with --trust-"),
         (401, "no key", "needs a key. Set OPENAI_API_KEY"),
         (403, "not yours", "failed: Error code: 403"),
     ],

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import tokenprune
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.group import Group
 from tokenprune_bench.json_lines import JsonLinesWriter, read_lines, write_records
@@ -170,32 +167,7 @@ def test_what_one_process_cannot_read_or_write_ends_all(tmp_path: Path) -> None:
     assert [record["question"] for record, _ in read_lines(tmp_path / "run/predictions.jsonl")] == [0, 1]
 
 
-SCRIPT = """
-import os, sys
-from pathlib import Path
-from tokenprune_bench.group import join_group
-from tokenprune_bench.run_folder import RunFolder
-from tokenprune_bench.errors import RunError
-
-with join_group() as group:
-    print(group.gather(10 + group.rank))
-    try:
-        with RunFolder(Path(sys.argv[1]), {}, group):
-            print("in")
-    except RunError as error:
-        print(error)
-    sys.stdout.flush()
-    if group.rank == 1:
-        os._exit(0)
-    try:
-        group.gather(None)
-    except RunError as error:
-        print(error)
-"""
-
-
 def test_processes_share_the_work() -> None:
-    """Of four batches each asks two, and all have the answers to all."""
     # Loaded one after the other: transformers switches torch's default device for the whole process while it loads.
     subjects = [load_model(device="cpu") for _ in range(2)]
 
@@ -210,34 +182,6 @@ def test_processes_share_the_work() -> None:
 
     first, second = in_threads(work)
     assert first == second and first[0] == 2 and len(first[1]) == 8
-
-
-def test_processes_learn_of_each_others_end(tmp_path: Path) -> None:
-    """Over gloo, as a launcher starts them."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    places = [str(Path(tokenprune.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    shared = {"PYTHONPATH": os.pathsep.join(places), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    with RunFolder(tmp_path, {}):
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, str(tmp_path)],
-                env=os.environ | shared | {"RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        (first, said), (second, _) = [process.communicate(timeout=300) for process in processes]
-    assert processes[0].returncode == 0, said
-    *lines, last = first.splitlines()
-    assert lines == second.splitlines()
-    order, busy = lines
-    assert order == "[10, 11]" and re.match(BUSY, busy)
-    assert last == "Another process of this run has ended. See its output."
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -13,24 +13,17 @@ from PIL import Image
 
 from each import each
 from processors import llava, special_tokenizer
+from tests.unit.bench.test_bench_data import GOOD, write
 from tokenprune.errors import OptionError
 from tokenprune_bench.data import Data, check_questions, drop_questions, find_misfits, load_data
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.model import Model
-
-GOOD = {"image": "a.png", "question": "what?", "answer": "cat"}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     Image.new("RGB", (8, 6), (40, 90, 20)).save(tmp_path / "a.png")
     return tmp_path
-
-
-def write(folder: Path, *rows: Any) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def asked(data: Data) -> list[tuple[str, str, tuple[str, ...]]]:

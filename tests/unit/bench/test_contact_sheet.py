@@ -94,7 +94,6 @@ def test_a_strip_of_images(subject: Model, method: str, kept: float) -> None:
 
 
 def test_each_frame_gets_its_own_tokens() -> None:
-    """Grids of different sizes; a group that spans frames has one colour in both, lone tokens have none."""
     grids, rng = [(2, 3), (4, 4), (1, 5)], np.random.default_rng(0)
     kept = rng.random(27) < 0.5
     groups = np.where(kept, np.arange(27), -1)
@@ -144,8 +143,10 @@ def test_what_cannot_be_drawn(subject: Model) -> None:
         contact_sheet.look(subject, frames[:1], "image 2?", Setting.from_text("view_select", 1.0), False, 64)
     inputs = subject.inputs([frames], ["is there a star?"])
     assert get_grids(subject, inputs, 2, False) == [(16, 16)] * 2
-    with pytest.raises(UnsupportedSetupError, match="tiles"):
-        get_grids(subject, inputs | {"pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)}, 2, False)
+    tiles = inputs["pixel_values"].repeat(2, 1, 1, 1)
+    for pixels in (tiles, tiles[None]):
+        with pytest.raises(UnsupportedSetupError, match="tiles"):
+            get_grids(subject, inputs | {"pixel_values": pixels}, 2, False)
     with pytest.raises(UnsupportedSetupError, match="do not form a grid"):
         get_grids(subject, inputs | {"input_ids": inputs["input_ids"][:, 9:]}, 2, False)
     with pytest.raises(UnsupportedSetupError, match="do not form a grid"):
@@ -208,7 +209,7 @@ def test_show_takes_frames(tmp_path: Path) -> None:
     for number in range(3):
         photo(64, 64, number).save(tmp_path / f"{number}.png")
     out = tmp_path / "strip.png"
-    result = call("show", tmp_path, "--method", "uniform", "--frames", 2, "--device", "cpu", "--out", out)
+    result = call("show", tmp_path, "--method", "uniform", "--frames", 2, "--details", "--device", "cpu", "--out", out)
     assert "512 → 128" in result.output and "of each frame as the model has it: 64/256 64/256" in result.output
     assert Image.open(out).width == layout.WIDTH
     (tmp_path / "none").mkdir()
@@ -244,7 +245,6 @@ def test_show_takes_as_many_frames_as_the_context_holds(
 
 
 def test_frames_that_fit_are_chosen_evenly_from_the_whole_video(subject: Model, video: Path) -> None:
-    """Not from those that were chosen before."""
     frames, left_out = contact_sheet.fit_frames(
         subject, lambda most: read_frames([video], most), 20, "?", Setting.from_text("dart")
     )

@@ -1,60 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn pages, screens and charts: what is asked is there, once, and much of them repeats to the bit."""
+"""Drawn documents and pages: each question has one answer on them, and much of a document repeats to the bit."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import tokenprune
-from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, draw_document, get_document_answers
+from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, TEXT_KINDS, draw_document, get_document_answers
+from tokenprune_demo.drawn_pages import PAGE_LAYOUTS, PAGE_SIZES, draw_pages
 from tokenprune_demo.drawn_sets import draw_set
 from tokenprune_demo.scenes import COLORS
 
-
-def test_a_document_is_drawn_from_its_seed_and_holds_what_is_asked() -> None:
-    wanted = {"word": "bus", "digits": "7", "colour": "cyan", "small": "pink"}
-    for layout in LAYOUTS:
-        made = draw_document(np.random.default_rng(3), layout, (448, 320), wanted)
-        again = draw_document(np.random.default_rng(3), layout, (448, 320), wanted)
-        assert made.image.size == (448, 320) and made.image.tobytes() == again.image.tobytes()
-        assert {one.kind: one.answer for one in made.questions} == wanted
-        pixels = np.asarray(made.image).astype(int)
-        boxes = []
-        for kind in DOCUMENT_KINDS:
-            ((one,),) = (made.of_kind(kind),)
-            (((image, (left, top, right, bottom)),),) = one.looks
-            boxes.append((left, top, right, bottom))
-            inside = pixels[top:bottom, left:right]
-            assert image == 0 and 0 <= left < right <= 448 and 0 <= top < bottom <= 320
-            if kind in ("colour", "small"):  # in its own colour, and nothing outside is
-                exact = (pixels == COLORS[one.answer]).all(-1)
-                assert exact[top:bottom, left:right].sum() > 20 and exact.sum() == exact[top:bottom, left:right].sum()
-            else:
-                assert inside.max() > 200 and inside.min() < 60
-        for i, (a, b, c, d) in enumerate(boxes):
-            assert all(c < x or z < a or d < y or w < b for x, y, z, w in boxes[:i])
+WANTED = {"word": "bus", "digits": "7", "colour": "cyan", "small": "pink"}
+CASES = [(draw_document, layout, (448, 320)) for layout in LAYOUTS]
+CASES += [(draw_pages, layout, size) for layout in PAGE_LAYOUTS for size in PAGE_SIZES[layout]]
 
 
-@pytest.mark.parametrize(("layout", "size"), [("poster", (320, 320)), ("page", (320, 100))])
-def test_what_cannot_be_drawn_is_said(layout: str, size: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="page, screen, chart, at least 160 pixels"):
-        draw_document(np.random.default_rng(0), layout, size)
+def images_of(drawn: Any) -> list[Any]:
+    return list(drawn.images) if hasattr(drawn, "images") else [drawn.image]
 
 
-def test_the_set_is_even_and_of_three_groups() -> None:
-    asked = draw_set("documents", 30)
-    assert len(asked.questions) == 120 and set(asked.groups) == {"pages", "screens", "charts"}
-    assert asked.about() == draw_set("documents", 30).about() != draw_set("documents", 3).about()
-    digits = [one.answer for one in asked.questions if one.kind == "digits"]
-    assert {digits.count(answer) for answer in get_document_answers()["digits"]} == {3}
-    assert all(side % 16 == 0 for one in asked.questions for side in one.images[0].size)
-    assert asked.questions[0].where == "drawn page 0"
+def check_boxes(questions: list[Any], images: list[Any]) -> None:
+    """Check that the answers of an item lie in its images and do not overlap."""
+    boxes: list[tuple[int, ...]] = []
+    for question in questions:
+        (((number, (left, top, right, bottom)),),) = question.looks
+        assert 0 <= left < right <= images[number].width and 0 <= top < bottom <= images[number].height
+        assert all(page != number or c < left or right < a or d < top or bottom < b for page, a, b, c, d in boxes)
+        boxes.append((number, left, top, right, bottom))
+
+
+@pytest.mark.parametrize(("draw", "layout", "size"), CASES)
+def test_an_item_is_drawn_from_its_seed_and_holds_what_is_asked(draw: Any, layout: str, size: tuple[int, int]) -> None:
+    drawn, again = (draw(np.random.default_rng(3), layout, size, WANTED) for _ in range(2))
+    images = images_of(drawn)
+    assert [one.tobytes() for one in images] == [one.tobytes() for one in images_of(again)]
+    assert len(images) == (2 if layout == "spread" else 1) and {one.size for one in images} == {size}
+    assert [one.kind for one in drawn.questions] == list(DOCUMENT_KINDS)
+    assert {one.kind: one.answer for one in drawn.questions} == WANTED
+    check_boxes(drawn.questions, images)
+    for question in drawn.questions:
+        (((number, (left, top, right, bottom)),),) = question.looks
+        if question.kind in TEXT_KINDS:  # dark and light letters
+            inside = np.asarray(images[number].convert("L"))[top:bottom, left:right]
+            assert inside.min() < 60 and inside.max() > (200 if draw is draw_document else 220)
+            continue
+        exact = [(np.asarray(page) == COLORS[question.answer]).all(-1) for page in images]
+        here = exact[number][top:bottom, left:right].sum()
+        assert here > 20 and sum(page.sum() for page in exact) == here  # no other area has this colour
+    if layout == "spread":
+        assert sorted(one.looks[0][0][0] for one in drawn.questions) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("draw", "layout", "size", "message"),
+    [
+        (draw_document, "poster", (320, 320), "page, screen, chart, at least 160 pixels"),
+        (draw_document, "page", (320, 100), "page, screen, chart, at least 160 pixels"),
+        (draw_pages, "poster", (512, 512), "letter, table, receipt, spread, at least 288 pixels"),
+        (draw_pages, "letter", (512, 240), "letter, table, receipt, spread, at least 288 pixels"),
+    ],
+)
+def test_layouts_and_sizes_that_cannot_be_drawn_raise(
+    draw: Any, layout: str, size: tuple[int, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        draw(np.random.default_rng(0), layout, size)
+
+
+@pytest.mark.parametrize(
+    ("name", "items", "questions", "groups"),
+    [("documents", 30, 120, {"pages", "screens", "charts"}), ("pages", 0, 300, None)],
+)
+def test_a_set_is_even(name: str, items: int, questions: int, groups: set[str] | None) -> None:
+    drawn = draw_set(name, items)
+    assert len(drawn.questions) == questions and (
+        set(drawn.groups) == groups if groups else len(set(drawn.groups)) == 4
+    )
+    assert draw_set(name, 5).about() == draw_set(name, 5).about() != draw_set(name, 4).about()
+    for kind, options in get_document_answers().items():
+        given = [one.answer for one in drawn.questions if one.kind == kind]
+        counts = [given.count(answer) for answer in options]
+        assert max(counts) - min(counts) <= 1
+    for start in range(0, questions, len(DOCUMENT_KINDS)):
+        first, *_ = asked = drawn.questions[start : start + len(DOCUMENT_KINDS)]
+        check_boxes(asked, first.images)
+        assert all(side % 16 == 0 for page in first.images for side in page.size)
+        if name == "pages":  # a thousand visual tokens and more
+            assert 1024 <= sum(page.width * page.height for page in first.images) / 256 <= 1280
+    assert drawn.questions[0].where == {"documents": "drawn page 0", "pages": "drawn letter 0"}[name]
+    assert name == "documents" or drawn.questions[12].where == "drawn spread 3"
+    assert drawn.questions[12].sources == drawn.questions[12].images
 
 
 def test_most_of_a_document_repeats_and_no_letter_does() -> None:
-    """Of what pixelprune leaves, in units of 16 x 16 pixels, a decoder of its predictions makes the image itself."""
+    """A decoder of pixelprune's predictions restores the image from the kept units of 16 x 16 pixels."""
     from tokenprune.methods.encoder.prediction import predict_anchored
 
     for number in range(3):
@@ -62,7 +106,7 @@ def test_most_of_a_document_repeats_and_no_letter_does() -> None:
         image = torch.from_numpy(np.asarray(question.images[0]).astype(np.float32) / 255)
         height, width = (side // 16 for side in image.shape[:2])
         units = image.view(height, 16, width, 16, 3).transpose(1, 2).reshape(1, height, width, -1)
-        found = predict_anchored(units, 0.0, "max")
-        assert torch.equal(units.flatten(0, 2)[found.source.flatten()], units.flatten(0, 2))
+        predicted = predict_anchored(units, 0.0, "max")
+        assert torch.equal(units.flatten(0, 2)[predicted.source.flatten()], units.flatten(0, 2))
         keep = tokenprune.method("pixelprune").keep_units(units, 10**6)
-        assert torch.equal(keep, found.keep) and 0.1 < float(keep.float().mean()) < 0.7
+        assert torch.equal(keep, predicted.keep) and 0.1 < float(keep.float().mean()) < 0.7

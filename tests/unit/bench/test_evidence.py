@@ -37,9 +37,7 @@ def test_dropping_keeps_looks_of_which_a_token_is_left() -> None:
     assert np.array_equal(left.toarray(), np.diag([1.0, 0, 1, 0, 0, 0, 0, 1]))
     assert compute_recall([look(0), look(1), look(1, 7), look(3, 4)], left) == 0.5
     assert compute_recall([look(0, 1)], trace_tokens([], POSITIONS)) == 1.0
-    assert (
-        compute_recall([look(0)], trace_tokens([cut([], step=1)], POSITIONS)) == 1.0
-    )  # what is lost later was there in prefill
+    assert compute_recall([look(0)], trace_tokens([cut([], step=1)], POSITIONS)) == 1.0  # lost after prefill
     assert compute_recall([look(0)], trace_tokens([cut([])], POSITIONS)) == 0.0
 
 
@@ -78,12 +76,8 @@ def test_a_token_may_be_in_several_means() -> None:
 def test_tokens_lie_in_boxes_that_hold_their_middle() -> None:
     # Four frames of 40 x 20 pixels in two grids of 2 x 4 tokens, of 10 pixels; 18 tokens with what is behind them.
     sizes, grids = [(40, 20)] * 4, [(2, 4)] * 2
-    looks = [
-        [(0, (0, 0, 20, 10))],
-        [(1, (0, 0, 20, 10))],
-        [(2, (22, 11, 24, 13))],
-        [(3, (0, 0, 6, 6)), (0, (34, 4, 40, 20))],
-    ]
+    looks = [[(0, (0, 0, 20, 10))], [(1, (0, 0, 20, 10))], [(2, (22, 11, 24, 13))]]
+    looks.append([(3, (0, 0, 6, 6)), (0, (34, 4, 40, 20))])
     found = [np.flatnonzero(one).tolist() for one in find_evidence_tokens(looks, sizes, grids, 18)]
     assert found[0] == found[1] == [0, 1]  # in either frame of a pair
     assert found[2] == [8 + 4 + 2]  # no middle in so small a box: the token it lies in
@@ -165,7 +159,6 @@ def test_a_method_that_is_told_keeps_what_it_is_told(tiny: Model, videos: list, 
 
 
 def test_images_of_the_held_out_set_have_evidence() -> None:
-    """In a batch of the shipped model, row by row; a question whose answer is "no" has none."""
     from processors import demo_model, llava
 
     subject = Model(demo_model(), llava(), "shipped", max_new_tokens=1)
@@ -187,12 +180,8 @@ def test_an_image_that_is_cropped_has_no_known_evidence(tiny: Model) -> None:
     from processors import demo_model, llava
 
     subject = Model(demo_model(), llava(), "shipped", max_new_tokens=1)
-    wide = SimpleNamespace(
-        looks=((((0, (0, 0, 50, 50))),),),
-        is_video=False,
-        question="is there a star?",
-        images=(Image.new("RGB", (300, 200)),),
-    )
+    looks, images = ((((0, (0, 0, 50, 50))),),), (Image.new("RGB", (300, 200)),)
+    wide = SimpleNamespace(looks=looks, is_video=False, question="is there a star?", images=images)
     assert measured(subject, [wide], {"method": "uniform", "keep": 0.5}) == [[None]]
     assert measured(tiny, [wide], {"method": "uniform", "keep": 1.0}) == [[1.0]]  # it is resized as a whole
 

@@ -83,13 +83,9 @@ def test_an_entry_says_what_the_run_does(run: Path, tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*.json")
     assert f"written: {path}\n" in done.stdout and re.fullmatch(r"an-org-a-model-[0-9a-f]{12}\.json", path.name)
     made = read_entry(path)
-    assert (made.by, made.note, made.model, made.weights) == (
-        "A. N. Other",
-        "500 of them",
-        ABOUT["model"],
-        "bfloat16:abc",
-    )
-    assert (made.versions, made.seeds, made.questions, made.layers) == (VERSIONS, [0, 1, 2], QUESTIONS, 2)
+    assert (made.by, made.note, made.model) == ("A. N. Other", "500 of them", ABOUT["model"])
+    assert (made.weights, made.versions, made.seeds) == ("bfloat16:abc", VERSIONS, [0, 1, 2])
+    assert (made.questions, made.layers) == (QUESTIONS, 2)
     assert made.equal_cost and made.engine == "hf" and (made.data, made.digest) == ("shipped", None)
     assert made.unpatched[0] == 0.95 and made.visual_tokens == 100
     random, downsample, fastv = made.lines
@@ -102,7 +98,6 @@ def test_an_entry_says_what_the_run_does(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_bench_writes_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real run, of two questions; one cut short is not."""
     monkeypatch.setattr(checks, "MIN_QUESTIONS", 2)
     folder, data = tmp_path / "run", tmp_path / "mine.jsonl"
     asked = load_heldout(kinds=("colour", "word"), limit=1)
@@ -267,7 +262,6 @@ def script() -> Any:
 
 
 def test_the_page_is_current(script: Any) -> None:
-    """`python dev/leaderboard_page.py` would change nothing, and our own runs are as sound as entries have to be."""
     text = script.PAGE.read_text()
     assert script.page(text) == text, "run python dev/leaderboard_page.py"
     for run in map(script.ours, script.OURS):
@@ -294,7 +288,6 @@ def test_a_row_says_what_its_line_does(
 
 
 def test_the_script_is_ours_and_knows_its_columns(script: Any) -> None:
-    """It fetches nothing, and filters by columns that there are."""
     code = (ROOT / "docs/javascripts/leaderboard.js").read_text()
     assert not re.search(r"https?:|fetch\(|import |innerHTML|storage", code, re.IGNORECASE)
     assert set(script.FILTERS) <= set(script.COLUMNS)
@@ -310,7 +303,6 @@ def test_the_script_is_ours_and_knows_its_columns(script: Any) -> None:
 def test_a_method_of_another_package_is_checked_measured_and_written(
     site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One command, from the package's folder: its page gets a table, and the entry is one that the page reads."""
     monkeypatch.setattr(checks, "MIN_QUESTIONS", 2)
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     monkeypatch.syspath_prepend(folder := new_method("of_others", site, tmp_path / "made"))

@@ -93,7 +93,7 @@ def test_stages_add_up_to_what_a_call_takes(subject: Model, monkeypatch: pytest.
 
 
 def _made_up(after: bool = True) -> Profile:
-    config = limits.SHAPES[4].made()
+    config = limits.SHAPES[4].build_config()
     runs = [dict.fromkeys(STAGES, 10.0) | {"tower": tower} for tower in (60.0, 60.0, 90.0)]
     less = [{name: ms / 2 for name, ms in run.items()} for run in runs]
     environment = dict(model="<m>", device="cpu", dtype="float32", tokenprune="1", transformers="2", torch="3")
@@ -160,8 +160,7 @@ def test_bars_and_table_show_the_same_numbers_in_the_same_order() -> None:
 
 
 def test_limits_are_those_of_the_closed_forms() -> None:
-    """By hand, from the FLOPs of the parts."""
-    config = limits.SHAPES[0].made()
+    config = limits.SHAPES[0].build_config()
     model, prompt = CostModel.from_config(config), Load.from_config(config, text=10)
     whole = model.compute_cost(prompt)
     found = {one.site: one for one in compute_site_limits(model, prompt, 0.25)}
@@ -181,7 +180,6 @@ def test_limits_are_those_of_the_closed_forms() -> None:
 
 
 def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
-    """Of methods whose counts are known ahead, against the statistics of the run."""
     example = load_heldout(limit=1)[0]
     inputs = subject.inputs([example.image], [example.question])
     model = CostModel.from_config(subject.model.config)
@@ -200,7 +198,7 @@ def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
 
 
 def test_methods_before_the_decoder_spare_the_tower() -> None:
-    config = limits.SHAPES[4].made()
+    config = limits.SHAPES[4].build_config()
     model, prompt = CostModel.from_config(config), Load.from_config(config, tokens=1024)
     whole = model.compute_cost(prompt)
     costs = {
@@ -214,7 +212,7 @@ def test_methods_before_the_decoder_spare_the_tower() -> None:
 
 
 def test_a_load_says_what_it_needs() -> None:
-    llava, qwen = (limits.SHAPES[index].made() for index in (1, 4))
+    llava, qwen = (limits.SHAPES[index].build_config() for index in (1, 4))
     assert Load.from_config(llava, tiles=5) == Load((576,) * 5, 2880, 64)
     assert Load.from_config(qwen, tokens=100, text=0) == Load((400,), 100, 0)
     for config, wrong in ((llava, {"tokens": 9}), (qwen, {"tiles": 2}), (qwen, {"tokens": 0}), (llava, {"text": -1})):
@@ -223,7 +221,6 @@ def test_a_load_says_what_it_needs() -> None:
 
 
 def test_the_page_has_the_table_that_the_script_makes() -> None:
-    """And it says what the first look at these models said: towers of 5 to 80 per cent."""
     page = limits.PAGE.read_text()
     assert limits.table() in page
     share = {row["model"].split(",")[0]: round(100 * row["tower"]) for row in limits.rows()}
@@ -235,7 +232,7 @@ def test_the_page_has_the_table_that_the_script_makes() -> None:
 
 def test_a_tower_that_is_not_known_leaves_the_decoder() -> None:
     prompt = Load((), 100, 10)
-    decoder = CostModel.from_config(limits.SHAPES[0].made()).decoder
+    decoder = CostModel.from_config(limits.SHAPES[0].build_config()).decoder
     table = build_limit_table(CostModel(decoder), prompt, 0.25)
     assert [row[0].text for row in table.rows] == ["PRE_LLM", "IN_LLM", "DECODE"] and "not known" in table.notes[0]
     assert CostModel(decoder).predict(prompt, *Setting.from_json({"method": "tome", "keep": 0.5}).steps()).tower == 0
@@ -277,4 +274,4 @@ def test_towers_without_a_closed_form_are_said_of_a_config_too() -> None:
     config.model_type = "mistral3"
     with pytest.raises(UnsupportedModelError, match="closed form"):
         CostModel.from_config(config)
-    assert dataclasses.replace(CostModel.from_config(limits.SHAPES[0].made()), tower=None).tower is None
+    assert dataclasses.replace(CostModel.from_config(limits.SHAPES[0].build_config()), tower=None).tower is None

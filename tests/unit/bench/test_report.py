@@ -71,9 +71,8 @@ def test_a_plot_by_hand() -> None:
     assert [text for text, _ in plot.front_in_words] == ["half", "all"]
     assert [(tick.offset, tick.text) for tick in plot.x_ticks][:2] == [(48.0, "0"), (144.3, "20")]
     assert plots.build_pareto_plot("t", "x", "y", []) is None
-    assert (
-        plots.build_pareto_plot("t", "x", "y", [plots.Series(look, (point(0, 0),))]) is not None
-    )  # nothing right, no tokens
+    nothing = plots.Series(look, (point(0, 0),))  # right, and no tokens
+    assert plots.build_pareto_plot("t", "x", "y", [nothing]) is not None
 
 
 def test_labels_cover_neither_marks_nor_each_other() -> None:

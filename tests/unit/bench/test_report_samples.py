@@ -48,10 +48,8 @@ def test_the_questions_are_those_of_most_disagreement_kind_by_kind() -> None:
         dict(record="skipped", method="d", keep=0.25, reason="no"),
     ]
     # At 0.25, the middle keep, c is right half the time on 3 and 4. Scores of 0: 1 0 0; of 3: 0 1 ½; of 4: 1 0 ½.
-    assert choose_questions(records, SampleRequest(2)) == (
-        0.25,
-        [0, 3],
-    )  # a kind each; of 3 and 4, which are alike, the earlier one
+    # A kind each; of 3 and 4, which are alike, the earlier one.
+    assert choose_questions(records, SampleRequest(2)) == (0.25, [0, 3])
     other = [records[0] | dict(kind_of_question="000011"), *records[1:]]
     assert choose_questions(other, SampleRequest(2)) == (0.25, [0, 4])  # 3 is of the kind of 0
     assert choose_questions(records, SampleRequest(3)) == (0.25, [0, 3, 4])

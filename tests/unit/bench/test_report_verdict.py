@@ -122,7 +122,7 @@ def test_a_run_that_went_on_says_the_same(tmp_path: Path) -> None:
     assert [one.line for one in verdicts(*reversed(records))] == whole
     lines = [json.dumps(one) for one in (header(), BASE, *records[::-1])]
     (tmp_path / RESULTS).write_text("\n".join(lines) + '\n{"record": "res')
-    printed = " ".join(call("report", tmp_path).stdout.split())
+    printed = " ".join(call("report", tmp_path, "--details").stdout.split())
     assert all(line in printed for line in whole)
     page = call("report", tmp_path, "--markdown").stdout
     assert f"- {whole[0]}\n" in page

@@ -38,7 +38,6 @@ def plan(*methods: str, **more: Any) -> BenchPlan:
 
 
 def test_limit_counts_questions_and_images_counts_images(tmp_path: Path) -> None:
-    """On the shipped images and on drawn sets."""
 
     def questions(*arguments: object) -> int:
         out = tmp_path / "records.jsonl"
@@ -190,7 +189,7 @@ def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert "Evidence kept" in made.output and "does not generate answers" in made.output.replace("\n", " ")
     assert "Accuracy" not in made.output and "Controls" not in made.output and "Not shown" not in made.output
-    again = call("report", out)
+    again = call("report", out, "--details")
     assert "Evidence kept" in again.output and "Accuracy" not in again.output
 
 

@@ -37,7 +37,6 @@ def test_generated_parts_are_current() -> None:
 
 @each("name", tokenprune.available_methods())
 def test_every_method_has_a_page(name: str) -> None:
-    """A title and text; the site puts the head between them, which is in no file."""
     path = ROOT / f"docs/methods/{name}.md"
     assert path.exists(), f"write docs/methods/{name}.md: a title, and when to use the method"
     text = path.read_text()
@@ -62,16 +61,7 @@ def test_links_lead_somewhere(guide: Path) -> None:
 def test_python_files_named_on_a_page_exist(guide: Path) -> None:
     """From the root, or from where the code lies: `base.py`, `families/base.py`; loudest.py is the reader's own."""
     for name in set(re.findall(r"`(?:python )?([\w/]+\.py)\b", guide.read_text())):
-        folders = (
-            "dev",
-            "tokenprune",
-            "benchmarks",
-            "demo",
-            "tests/unit",
-            "tests/vllm",
-            "tests/lmms",
-            "benchmarks/experiments",
-        )
+        folders = ("dev", "tokenprune", "benchmarks", "demo", "tests/unit", "tests/vllm", "tests/lmms")
         found = (ROOT / name).is_file() or any(any((ROOT / one).rglob(name)) for one in folders)
         assert found or name.endswith("loudest.py"), name
 
@@ -96,7 +86,6 @@ def test_the_quickstart_names_exist() -> None:
 
 
 def test_the_example_method_of_the_guide_works(build, tmp_path, monkeypatch) -> None:
-    """The code of add-a-method.md, as a reader would paste it."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs/extend/add-a-method.md").read_text(), re.DOTALL)[1]
     code = re.sub(r"^ {4}", "", code, flags=re.MULTILINE)
     try:
@@ -114,15 +103,11 @@ def test_the_example_method_of_the_guide_works(build, tmp_path, monkeypatch) -> 
 
 def test_the_shares_of_virtual_unmerging_are_those_of_the_closed_form() -> None:
     """The table of docs/results/methods.md: the size of LLaVA-1.5-7B's decoder, 64 text tokens, a quarter kept."""
-    shape = DecoderShape(
-        layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128,
-    )  # fmt: skip
+    shape = DecoderShape(layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128)
     page = (ROOT / "docs/results/methods.md").read_text()
     for visual in (576, 2880):
         full, left = 64 + visual, 64 + visual // 4
         whole = shape.layer_flops(full)
         unmerged = shape.layer_flops(left, attention=(full / left) ** 2) / whole
-        assert (
-            f"| {visual} | a quarter | {unmerged:.0%} | {shape.layer_flops(left) / whole:.0%} |".replace("%", " %")
-            in page
-        )
+        row = f"| {visual} | a quarter | {unmerged:.0%} | {shape.layer_flops(left) / whole:.0%} |"
+        assert row.replace("%", " %") in page

@@ -39,14 +39,8 @@ def names(photo: Any) -> dict[str, Any]:
         add_generation_prompt=True,
     )
     inputs = processor(images=photo, text=prompt, return_tensors="pt")
-    return {
-        "tokenprune": tokenprune,
-        "torch": torch,
-        "model": model,
-        "processor": processor,
-        "image": photo,
-        "inputs": inputs,
-    }
+    modules = {"tokenprune": tokenprune, "torch": torch}
+    return modules | {"model": model, "processor": processor, "image": photo, "inputs": inputs}
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,12 @@ import yaml
 
 import tokenprune
 from each import each
-from tests.unit.docs.test_docs import generator
+from tests.unit.docs.test_docs import ROOT, generator
 from tokenprune import Site
 from tokenprune.integrations.shared import checks
 from tokenprune_bench.recommend.advice import load_advice
 from zoo import FAMILIES
 
-ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 ADVICE = load_advice()
 
@@ -71,10 +70,7 @@ def test_the_install_line_brings_the_packages_of_processors_and_of_device_map() 
 def test_the_models_that_the_readme_names_load_with_their_processors() -> None:
     ran = subprocess.run([sys.executable, "-c", generator("try_readme").LOAD], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == [
-        "Qwen2_5_VLProcessor 196 to 49 tokens",
-        "Qwen2_5_VLProcessor 16 to 4 tokens",
-    ]
+    assert ran.stdout.splitlines() == ["Qwen2_5_VLProcessor 196 to 49 tokens", "Qwen2_5_VLProcessor 16 to 4 tokens"]
 
 
 def test_a_slower_prefill_is_called_slower() -> None:

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import re
 import subprocess
@@ -22,6 +20,7 @@ import yaml
 
 import tokenprune
 from each import each
+from tests.unit.docs.test_docs import generator
 from tokenprune import _MODULES as MODULES
 from tokenprune.models.families import REFUSED_IN_VLLM, SERVED
 from tokenprune_bench import calibration
@@ -29,13 +28,6 @@ from tokenprune_bench import calibration
 ROOT = Path(__file__).parents[3]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
-
-
-def tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"dev/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def pages(entry: Any) -> Iterator[str]:
@@ -55,7 +47,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
     files = types.SimpleNamespace(File=object, Files=object)
     monkeypatch.setitem(sys.modules, "mkdocs.structure.files", files)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return tool("mkdocs_hooks")
+    return generator("mkdocs_hooks")
 
 
 def test_every_page_is_in_the_navigation_or_linked_from_its_overview() -> None:
@@ -102,9 +94,8 @@ def test_lists_and_tables_begin_after_an_empty_line(path: Path) -> None:
 
 @each("path", NOTEBOOKS)
 def test_notebooks_are_committed_bare(path: Path) -> None:
-    """No outputs, no counts, no paths of a machine, and a title; every link leads somewhere."""
     text = path.read_text()
-    assert tool("notebooks").stripped(text) == text, "run python dev/notebooks.py"
+    assert generator("notebooks").stripped(text) == text, "run python dev/notebooks.py"
     assert not re.search(r"/(home|root|tmp|work|Users)/|[A-Z]:\\\\", text)
     cells = json.loads(text)["cells"]
     assert cells[0]["cell_type"] == "markdown" and cells[0]["source"][0].startswith("# ")
@@ -114,8 +105,7 @@ def test_notebooks_are_committed_bare(path: Path) -> None:
 
 
 def test_the_page_of_a_notebook_shows_the_outputs_that_were_kept(hooks: Any) -> None:
-    """They were made of the notebook's code as it is now, and each stands after its cell."""
-    made = tool("notebook_outputs")
+    made = generator("notebook_outputs")
     kept = [path for path in NOTEBOOKS if (made.OUTPUTS / path.stem).is_dir()]
     assert [path.stem for path in kept] == ["tour"]
     for path in kept:
@@ -208,7 +198,7 @@ def test_every_marker_has_its_page(hooks: Any) -> None:
 
 
 def test_the_index_has_each_method_once_and_no_empty_table() -> None:
-    made = tool("docs")
+    made = generator("docs")
     text = f"{made.index()}\n{made.comparison()}\n"
     assert sorted(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)) == tokenprune.available_methods()
     assert not re.search(r"^\|---.*\n(?!\|)", text, re.MULTILINE)
@@ -226,23 +216,12 @@ def test_methods_are_described_where_torch_is_not_installed() -> None:
 
 
 def test_stripping_a_notebook_takes_outputs_and_counts_and_nothing_else() -> None:
-    ran = {
-        "cells": [
-            {"cell_type": "markdown", "id": "a", "metadata": {"tags": ["x"]}, "source": ["# Title"]},
-            {
-                "cell_type": "code",
-                "execution_count": 3,
-                "id": "b",
-                "metadata": {"execution": {"begin": "now"}},
-                "outputs": [{"output_type": "stream", "name": "stdout", "text": ["1"]}],
-                "source": ["print(1)"],
-            },
-        ],
-        "metadata": {"kernelspec": {"name": "my-venv"}, "language_info": {"name": "python", "version": "3.11.7"}},
-        "nbformat": 4,
-        "nbformat_minor": 5,
-    }
-    bare = json.loads(tool("notebooks").stripped(json.dumps(ran)))
+    markdown = {"cell_type": "markdown", "id": "a", "metadata": {"tags": ["x"]}, "source": ["# Title"]}
+    code = {"cell_type": "code", "execution_count": 3, "id": "b", "metadata": {"execution": {"begin": "now"}}}
+    code |= {"outputs": [{"output_type": "stream", "name": "stdout", "text": ["1"]}], "source": ["print(1)"]}
+    metadata = {"kernelspec": {"name": "my-venv"}, "language_info": {"name": "python", "version": "3.11.7"}}
+    ran = {"cells": [markdown, code], "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    bare = json.loads(generator("notebooks").stripped(json.dumps(ran)))
     prose, code = bare["cells"]
     assert prose["source"] == ["# Title"]
     assert (code["outputs"], code["execution_count"], code["source"]) == ([], None, ["print(1)"])

@@ -27,7 +27,6 @@ def test_every_public_name_is_in_one_tier() -> None:
 
 
 def test_public_modules_are_found_without_an_import_of_their_own() -> None:
-    """Each in a process in which nothing has imported it."""
     for module in tokenprune._MODULES:
         code = f"import tokenprune; assert tokenprune.{module}.__all__ and {module!r} in dir(tokenprune)"
         subprocess.run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code], check=True)

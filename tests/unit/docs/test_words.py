@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The field's words, one meaning each: what was called otherwise once does not come back."""
+"""The field's words, one meaning each: replaced words do not come back, and a docstring opens with a verb or a noun."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,15 @@ WORDS = (
     (r"\bsettled\(", "finalize("),
     (r"\b(Subject|Outlook)\b", "Model, Estimate"),
 )
+# Only in code.
+CODE_WORDS = (
+    (r"\b_?told\b", "a noun: record, host_args, tower_output; or the active verb"),
+    (r"\bspelt\b", "canonical_spec, spelled"),
+    (r"\b(behind|Behind) the cut\b", "after the cut"),
+    (r"\bha(s|ve) the say\b", "decides"),
+    (r"\breads_less\b", "fallback_options"),
+    (r"\.without\((unknown|missing)\b", "fallback_hint("),
+)
 # What may stay, by the end of a file's path: words of users' questions, keys and names of files of data, which readers
 # of those that exist would no longer find.
 ALLOWED = {
@@ -49,17 +59,33 @@ ALLOWED = {
 }
 
 
-def old_words(text: str, allowed: tuple[str, ...] = ()) -> Iterator[tuple[int, str, str]]:
+def find_words(
+    text: str, allowed: tuple[str, ...] = (), words: tuple[tuple[str, str], ...] = WORDS
+) -> Iterator[tuple[int, str, str]]:
     """Yield (line, word, what to use instead) of a text."""
     for number, line in enumerate(text.splitlines(), 1):
-        for one in allowed:
-            line = re.sub(one, "", line)
-        for pattern, instead in WORDS:
-            for found in re.finditer(pattern, line):
-                yield number, found[0], instead
+        for pattern in allowed:
+            line = re.sub(pattern, "", line)
+        for pattern, instead in words:
+            for match in re.finditer(pattern, line):
+                yield number, match[0], instead
+
+
+OPENING = re.compile(r"(What|Which|Where|Whether|Who|Whoever|Whose|How|When)\b")
+
+
+def find_openings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, first line) of the docstrings of a module that open with a question word."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text and OPENING.match(text):
+                yield node.body[0].lineno, text.splitlines()[0]
 
 
 FOLDERS = ("tokenprune", "benchmarks", "demo", "dev")
+PACKAGES = ("tokenprune", "benchmarks/tokenprune_bench", "demo/tokenprune_demo")
+SHARED_CLASS_NAMES = {"Plan"}  # of two classes
 TRAINING = ROOT / "benchmarks/experiments/training"  # its data are pictures that were drawn
 
 
@@ -70,17 +96,42 @@ def files() -> list[Path]:
     return [*code, *pages, ROOT / "README.md"]
 
 
+def package_files() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
 def allowed_in(path: Path) -> tuple[str, ...]:
     return tuple(one for end, patterns in ALLOWED.items() if path.as_posix().endswith("/" + end) for one in patterns)
 
 
 def test_old_words_do_not_come_back() -> None:
-    found = []
-    for path in files():
-        name = path.relative_to(ROOT).as_posix()
-        for line, word, instead in old_words(path.read_text(), allowed_in(path)):
-            found.append(f"{name}:{line}: {word!r}; use {instead}")
-    assert not found, "old words (tests/unit/docs/test_words.py):\n" + "\n".join(found)
+    texts = [(path, WORDS, allowed_in(path)) for path in files()]
+    texts += [(path, CODE_WORDS, ()) for path in package_files()]
+    old = [
+        f"{path.relative_to(ROOT)}:{line}: {word!r}; use {instead}"
+        for path, words, allowed in texts
+        for line, word, instead in find_words(path.read_text(), allowed, words)
+    ]
+    assert not old, "old words (tests/unit/docs/test_words.py):\n" + "\n".join(old)
+
+
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
+    openings = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in package_files()
+        for line, text in find_openings(path.read_text())
+    ]
+    assert not openings, "\n".join(openings)
+
+
+def test_a_name_means_one_class() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in package_files():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    twice = {name: homes[name] for name in homes.keys() - SHARED_CLASS_NAMES if len(homes[name]) > 1}
+    assert not twice, twice
 
 
 @each("end", ALLOWED)
@@ -92,11 +143,14 @@ def test_what_is_allowed_is_there(end: str) -> None:
 
 
 def test_a_word_is_found_with_its_line_and_what_to_use() -> None:
-    assert list(old_words("An image.\nTwo LostPictures, a film, the how-manieth\nA picture.")) == [
-        (2, "Picture", "image"),
-        (2, "film", "video"),
-        (2, "how-manieth", "index of this ... in ..."),
+    assert list(find_words("An image.\nTwo LostPictures, a film, the how-manieth\nA picture.")) == [
+        (2, "Picture", "image"), (2, "film", "video"), (2, "how-manieth", "index of this ... in ..."),
         (3, "picture", "image"),
-    ]
-    assert list(old_words("what does the picture show?", (r"the picture show",))) == []
-    assert [instead for *_, instead in old_words("sent(x); absent(x); latest; Late")] == ["AsyncValues", "to_device("]
+    ]  # fmt: skip
+    assert list(find_words("what does the picture show?", (r"the picture show",))) == []
+    assert [instead for *_, instead in find_words("sent(x); absent(x); latest; Late")] == ["AsyncValues", "to_device("]
+    source = '"""What a module is."""\nclass A:\n    """A noun."""\n    def f(self):\n        """Whether told."""\n'
+    assert list(find_openings(source)) == [(1, "What a module is."), (5, "Whether told.")]
+    code = source + "# the layer behind the cut; foretold\n"
+    assert [line for line, *_ in find_words(code, words=CODE_WORDS)] == [5, 6]
+    assert not OPENING.match("Whatever comes") and not OPENING.match("However")

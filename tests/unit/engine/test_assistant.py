@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An assistant that sees fewer visual tokens: what it proposes is used, and what comes out is the target's own."""
+"""Drafts that see fewer visual tokens, of the same weights or of a smaller model: the answer is the target's own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
+from transformers.generation import GenerationMixin
 
 import tokenprune
-from assistants import DRAFTED, STEPS, helped, lengths_of, same, tower_runs
+from assistants import DRAFTED, STEPS, helped, lengths_of, same, small_llava, tower_runs
 from basics import snapshot
 from oracle import close, generate_logits
-from tests.unit.engine.test_drafts import settings, skip_refused
-from tokenprune import NotPatchedError
-from zoo import FAMILIES
+from tests.unit.engine.test_drafts import draft_of, settings, skip_refused
+from tokenprune import (
+    AlreadyPatchedError,
+    NotPatchedError,
+    OptionError,
+    UnknownMethodError,
+    UnsupportedModelError,
+    UnsupportedSetupError,
+)
+from zoo import FAMILIES, Family, tower
 
 # One at each site, some that read the tower or act in it, one that goes on while decoding, and a stack.
 METHODS = ["divprune", "fastv", "vscan", "visionzip", "pool", "tome", "dyrate", ["divprune", "fastv"]]
@@ -32,8 +41,7 @@ NAMES = ["llava", "qwen2_5_vl", "gemma3"]
 @pytest.mark.parametrize("name", NAMES)
 def test_the_answer_is_the_targets_own(name: str, method: Any, build) -> None:
     skip_refused(name, method if isinstance(method, str) else None)
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(only=0)
+    model, inputs = FAMILIES[name].prepare(build, only=0)
     want, tokens, _ = generate_logits(model, inputs, STEPS)
     with helped(model, method, **settings(model, method if isinstance(method, str) else "", inputs)) as assistant:
         got, assisted, _ = generate_logits(model, inputs, STEPS, assistant_model=assistant)
@@ -81,9 +89,7 @@ def test_without_us_a_draft_is_blind(name: str, build) -> None:
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own weights"])
 @pytest.mark.parametrize("method", ["pool", "fastv", "visionzip", "vidcom2"])
 def test_the_draft_keeps_what_a_patch_would_keep(method: str, own: bool, build) -> None:
-    """Whoever encoded the images, their grids and frames are known to it."""
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(images=(1,), video=True)
+    model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, images=(1,), video=True)
     with tokenprune.patched(model, method, keep=0.3, record=True):
         model.generate(**inputs, max_new_tokens=2)
         want = tokenprune.stats(model)
@@ -97,17 +103,15 @@ def test_the_draft_keeps_what_a_patch_would_keep(method: str, own: bool, build) 
 @pytest.mark.parametrize("name", [*NAMES, "smolvlm"])
 def test_a_target_that_is_patched_later_and_keeps_its_images(name: str, build) -> None:
     """An image that was found again is one that the draft can encode, whichever was asked for first."""
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(only=0)
-    later = dict(keep=0.6, feature_cache=2**24)
-    with (
-        helped(model, "vscan" if name == "llava" else "divprune", keep=0.3) as assistant,
-        tokenprune.patched(model, "divprune", **later),
-    ):
-        want = model.generate(**inputs, max_new_tokens=STEPS)
-        for _ in range(2):
-            assert torch.equal(model.generate(**inputs, max_new_tokens=STEPS, assistant_model=assistant), want)
-        assert tokenprune.stats(model).feature_cache.hits
+    model, inputs = FAMILIES[name].prepare(build, only=0)
+    plain = model.generate(**inputs, max_new_tokens=STEPS)
+    with helped(model, "vscan" if name == "llava" else "divprune", keep=0.3) as assistant:
+        with tokenprune.patched(model, "divprune", keep=0.6, feature_cache=2**24):
+            want = model.generate(**inputs, max_new_tokens=STEPS)
+            for _ in range(2):
+                assert torch.equal(model.generate(**inputs, max_new_tokens=STEPS, assistant_model=assistant), want)
+            assert tokenprune.stats(model).feature_cache.hits
+        assert torch.equal(model.generate(**inputs, max_new_tokens=STEPS, assistant_model=assistant), plain)
 
 
 def test_padding_on_the_left(build) -> None:
@@ -125,9 +129,7 @@ def test_padding_on_the_left(build) -> None:
 
 
 def test_sampling(build) -> None:
-    """Sampling from the likeliest word alone is greedy; whether a draft helps or not."""
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(only=0)
+    model, inputs = FAMILIES["llava"].prepare(build, only=0)
     want = model.generate(**inputs, max_new_tokens=STEPS)
     with helped(model, "divprune", keep=0.3) as assistant:
         got = model.generate(**inputs, max_new_tokens=STEPS, do_sample=True, top_k=1, assistant_model=assistant)
@@ -141,9 +143,7 @@ def test_sampling(build) -> None:
 )
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_a_patched_target(name: str, theirs: str, ours: str, build) -> None:
-    """Its own pruned answer is what comes out, and its patch stays."""
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(only=0)
+    model, inputs = FAMILIES[name].prepare(build, only=0)
     with tokenprune.patched(model, theirs, **settings(model, theirs, inputs)):
         want, tokens, _ = generate_logits(model, inputs, STEPS)
         before, was = tokenprune.stats(model), snapshot(model)
@@ -157,17 +157,6 @@ def test_a_patched_target(name: str, theirs: str, ours: str, build) -> None:
         if seen is not None:
             assert seen.visual_tokens_per_layer != after.visual_tokens_per_layer or theirs == ours
         assert same(model, was)
-
-
-def test_a_target_that_is_patched_later(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(only=0)
-    plain = model.generate(**inputs, max_new_tokens=STEPS)
-    with helped(model, "divprune", keep=0.3) as assistant:
-        with tokenprune.patched(model, "fastv", keep=0.3):
-            want = model.generate(**inputs, max_new_tokens=STEPS)
-            assert torch.equal(model.generate(**inputs, max_new_tokens=STEPS, assistant_model=assistant), want)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=STEPS, assistant_model=assistant), plain)
 
 
 def test_two_threads(build) -> None:
@@ -187,8 +176,7 @@ def test_two_threads(build) -> None:
 
 
 def test_the_assistant_alone_is_a_patched_model(build) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(images=(1, 2))
+    model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, images=(1, 2))
     with tokenprune.patched(model, "fastv", keep=0.3):
         want = model.generate(**inputs, max_new_tokens=STEPS)
     with helped(model, "fastv", keep=0.3) as assistant:
@@ -227,8 +215,7 @@ def test_all_weights_are_shared_and_nothing_else() -> None:
 def test_the_target_is_not_touched(name: str, build) -> None:
     """While there is an assistant, some of its methods are wrapped; its hooks and configs are as they were. Then
     nothing is left, whether the assistant is unpatched or dropped."""
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(only=0)
+    model, inputs = FAMILIES[name].prepare(build, only=0)
     model.generate(**inputs, max_new_tokens=2)
     was, settings_were = snapshot(model), model.generation_config.to_dict()
     with helped(model, "fastv", keep=0.3) as assistant:
@@ -251,9 +238,7 @@ def test_the_target_is_not_touched(name: str, build) -> None:
 
 
 def test_an_assistant_of_a_model_that_has_one(build) -> None:
-    """It is a copy of the model, not of what the first one did to it."""
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(only=0)
+    model, inputs = FAMILIES["llava"].prepare(build, only=0)
     want = model.generate(**inputs, max_new_tokens=STEPS)
     with helped(model, "divprune", keep=0.3) as first:
         with helped(model, "fastv", keep=0.2) as second:
@@ -266,7 +251,6 @@ def test_an_assistant_of_a_model_that_has_one(build) -> None:
 
 
 def test_another_patch_of_the_assistant_for_a_while(build) -> None:
-    """It sees the images again when its own patch comes back."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     with helped(model, "divprune", keep=1.0) as assistant:
@@ -274,3 +258,122 @@ def test_another_patch_of_the_assistant_for_a_while(build) -> None:
             pass
         _, lengths = lengths_of(model, family, inputs, assistant)
     assert len(lengths) == 3
+
+
+# -- a smaller draft -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["divprune", "fastv", "visionzip"])
+def test_a_smaller_draft(method: str, build) -> None:
+    family = FAMILIES["llava"]
+    model, draft, inputs = build(family), small_llava(), family.make_inputs(images=(2,))
+    draft.generate(**inputs, max_new_tokens=2)  # transformers installs hooks of its own on first use
+    want, was = model.generate(**inputs, max_new_tokens=STEPS), snapshot(draft)
+    assert tokenprune.assistant(model, method, draft=draft, keep=0.3) is draft
+    assert tower_runs(model, family, inputs, draft) == 2
+    got = model.generate(**inputs, max_new_tokens=STEPS, assistant_model=draft)
+    assert tokenprune.stats(draft).visual_tokens_in == sum(map(sum, inputs.counts))
+    tokenprune.unpatch(draft)
+    assert torch.equal(got, want) and same(draft, was)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
+def test_a_draft_with_weights_of_its_own_sees_what_the_target_sees(name: str, build) -> None:
+    """One that is equal to the target, and told nothing of that, is always right."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2,))
+    with helped(model, "divprune", draft=copy.deepcopy(model), keep=1.0) as draft:
+        _, lengths = lengths_of(model, family, inputs, draft)
+    assert len(lengths) == 3
+
+
+def test_a_draft_in_other_numbers(build) -> None:
+    model, inputs = FAMILIES["llava"].prepare(build, only=0)
+    want, seen = model.generate(**inputs, max_new_tokens=STEPS), []
+    draft = draft_of(model).to(torch.bfloat16)
+
+    def note(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen.extend([*args, *kwargs.values()])
+
+    draft.model.vision_tower.register_forward_pre_hook(note, with_kwargs=True)
+    with helped(model, "divprune", draft=draft, keep=0.5):
+        assert torch.equal(model.generate(**inputs, max_new_tokens=STEPS, assistant_model=draft), want)
+    assert [one.dtype for one in seen if isinstance(one, torch.Tensor)] == [torch.bfloat16]
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def other_vocabulary() -> Any:
+    draft = small_llava()
+    draft.resize_token_embeddings(168)
+    return draft
+
+
+def other_patches() -> Any:
+    family = FAMILIES["llava"]
+    config = family.config | {"vision_config": tower("clip_vision_model", 32)}
+    return Family("llava", config, family.image, family.sizes).build()
+
+
+REFUSED = {
+    "pixels": (dict(method="downsample", keep=0.5), OptionError, "acts on pixels"),
+    "unknown": (dict(method="prune", keep=0.5), UnknownMethodError, "prune"),
+    "option": (dict(method="divprune", keep=0.5, colour=1), OptionError, "colour"),
+    "vocabulary": (dict(draft=other_vocabulary), OptionError, "160 token ids and the draft 168"),
+    "patches": (dict(draft=other_patches), OptionError, "image_size"),
+    "timm": (dict(draft=lambda: nn.Linear(2, 2)), UnsupportedModelError, "Linear"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_help_is_refused(case: str, build) -> None:
+    family = FAMILIES["llava"]
+    model = build(family)
+    arguments, error, text = REFUSED[case]
+    draft = arguments["draft"]() if "draft" in arguments else None
+    was, draft_was = snapshot(model), None if draft is None else snapshot(draft)
+    with pytest.raises(error, match=text):
+        tokenprune.assistant(model, **(arguments | {"draft": draft}))
+    assert same(model, was) and (draft is None or same(draft, draft_was))
+
+
+def test_more_that_is_refused(build, monkeypatch) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    was = snapshot(model)
+    with pytest.raises(OptionError, match="leave it out"):
+        tokenprune.assistant(model, draft=model)
+    with pytest.raises(AlreadyPatchedError):
+        tokenprune.assistant(model, draft=tokenprune.patch(small_llava(), "divprune", keep=0.5))
+    with pytest.raises(UnsupportedModelError):
+        tokenprune.assistant(nn.Linear(2, 2))
+    offloaded = copy.deepcopy(model)
+    offloaded.lm_head.to("meta")
+    with pytest.raises(UnsupportedSetupError, match="offloaded"):
+        tokenprune.assistant(offloaded, "divprune")
+    with monkeypatch.context() as patch:
+        patch.delattr(GenerationMixin, "_get_candidate_generator")
+        small = small_llava()
+        with pytest.raises(UnsupportedSetupError, match="version"):
+            tokenprune.assistant(model, "divprune", draft=small)
+        assert not tokenprune.is_patched(small)
+    assert same(model, was)
+    with helped(model, "divprune", keep=0.3) as assistant:
+        with pytest.raises(ValueError, match="batch_size = 1"):
+            model.generate(**family.make_inputs(), max_new_tokens=4, assistant_model=assistant)
+        cache = DynamicCache(config=model.config.get_text_config())
+        model.generate(**inputs, max_new_tokens=2, past_key_values=cache)
+        more = torch.cat([inputs["input_ids"], torch.full((1, 6), 20)], 1)
+        with pytest.raises(UnsupportedSetupError, match="without its images"):
+            model.generate(input_ids=more, max_new_tokens=4, past_key_values=cache, assistant_model=assistant)
+        embedded = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
+        embedded |= {name: inputs[name] for name in ("pixel_values", "attention_mask")}
+        with pytest.raises(UnsupportedSetupError, match="input_ids"):
+            model.generate(**embedded, max_new_tokens=4, assistant_model=assistant)
+        with torch.no_grad():
+            encoded = {"image": build(family, "eager").model.get_image_features(inputs["pixel_values"])}
+        rest = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        with pytest.raises(UnsupportedSetupError, match="pixels"):
+            model.generate(**rest, mm_encoder_outputs=encoded, max_new_tokens=4, assistant_model=assistant)
+    assert same(model, was)

@@ -12,28 +12,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import tokenprune
-from oracle import close, generate_logits, reduced
+from oracle import close, reduced
 from tokenprune import UnsupportedSetupError
 from tokenprune.integrations.hf.compat import CROP_TAKES_REMOVED_COUNT, RESET_EMPTIES, VERSION
-from zoo import FAMILIES, FIRST_TEXT_ID, VOCAB, Family
+from turns import check_turns, words
+from zoo import FAMILIES, Family
 
 METHODS = ["divprune", "fastv", ["pool", "dart"]]
 IDS = ["PRE_LLM", "IN_LLM", "both"]
-
-
-def words(batch: int, count: int, seed: int = 0) -> Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(FIRST_TEXT_ID, VOCAB, (batch, count), generator=g)
-
-
-def longer(inputs: Any, family: Family, sequences: Tensor, more: Tensor) -> dict[str, Tensor]:
-    """What a chat front end passes in the next turn: all of the text, and no images."""
-    ids = torch.cat([sequences, more], 1)
-    new = ids.shape[1] - inputs["input_ids"].shape[1]
-    turn = {"input_ids": ids, "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, new), value=1)}
-    if family.types == "mm_token_type_ids":
-        turn[family.types] = torch.nn.functional.pad(inputs[family.types], (0, new))
-    return turn
 
 
 @pytest.mark.few_families
@@ -41,27 +27,8 @@ def longer(inputs: Any, family: Family, sequences: Tensor, more: Tensor) -> dict
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
 def test_second_turn(method: Any, batch: dict, family: Family, model) -> None:
-    inputs = family.make_inputs(**batch)
-    more = words(len(inputs["input_ids"]), 4)
-
-    def talk(forced: list) -> tuple[list[Tensor], list[Tensor]]:
-        first, tokens, out = generate_logits(model, inputs, 3, tokens=forced[0])
-        turn = longer(inputs, family, out.sequences, more)
-        second, more_tokens, out = generate_logits(
-            model, turn, 3, tokens=forced[1], past_key_values=out.past_key_values
-        )
-        third = longer(inputs, family, out.sequences, more)
-        last, last_tokens, _ = generate_logits(model, third, 2, tokens=forced[2], past_key_values=out.past_key_values)
-        return [first, second, last], [tokens, more_tokens, last_tokens]
-
-    with tokenprune.patched(model, method, keep=0.4, record=True):
-        got, tokens = talk([None] * 3)
-        cuts = tokenprune.stats(model).cuts
+    cuts = check_turns(family, model, family.make_inputs(**batch), method, steps=(3, 3, 2)).cuts
     assert len(cuts) == (len(method) if isinstance(method, list) else 1)
-    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
-        want, _ = talk(tokens)
-    for one, other in zip(got, want, strict=True):
-        close(one, other)
 
 
 @torch.no_grad()
@@ -88,7 +55,6 @@ def steps(model: Any, inputs: Any, cache: Any, tokens: Tensor, done: int = 0) ->
 @pytest.mark.few_families
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 def test_copies_of_a_cache(method: Any, family: Family, model) -> None:
-    """Two continuations of one prefill, each from a copy, do not see each other."""
     inputs = family.make_inputs(images=(1, 2))
     one, two = words(2, 3, seed=1), words(2, 4, seed=2)
 
@@ -144,7 +110,6 @@ def test_a_cache_remembers_its_own_cuts(family: Family, model) -> None:
 @pytest.mark.few_families
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 def test_crop(method: Any, family: Family, model) -> None:
-    """Generated tokens can be taken back, tokens of the prompt cannot."""
     if family.name == "gemma3":
         pytest.skip("sliding layers cannot be cropped, patched or not")
     inputs, text = family.make_inputs(images=(1, 2)), words(2, 4)
@@ -169,7 +134,6 @@ def test_crop(method: Any, family: Family, model) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 def test_rows_of_a_cache(method: Any, build) -> None:
-    """Selecting, repeating and reordering rows takes the pruned positions along."""
     family = FAMILIES["llava_next"]
     model, inputs, text = build(family), family.make_inputs(images=(1, 2)), words(2, 2)
     with tokenprune.patched(model, method, keep=0.4):
@@ -188,8 +152,7 @@ def test_rows_of_a_cache(method: Any, build) -> None:
 
 @torch.no_grad()
 def test_an_emptied_cache_is_an_ordinary_one(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
+    model, inputs = FAMILIES["llava"].prepare(build)
     with tokenprune.patched(model, "fastv", keep=0.4):
         cache, _ = prefill(model, inputs)
         kind, want = type(cache), steps(model, inputs, copy.deepcopy(cache), words(2, 2))

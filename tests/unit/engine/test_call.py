@@ -117,7 +117,6 @@ def new_objects() -> None:
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_nobody_holds_a_call_that_is_over(method: str, options: dict[str, Any], fails: bool, build) -> None:
-    """A call that ended, or that an error after the cut ended, leaves nothing."""
     family = FAMILIES["llava"]
     model = build(family)
 
@@ -156,9 +155,8 @@ def test_a_call_within_a_call_has_states_of_its_own(method: str, options: dict[s
         wanted, within = (model(**given).logits for given in (inputs, others))
         for layer in model.model.language_model.layers:
             found.clear()
-            hook = layer.register_forward_hook(run)
-            assert torch.equal(model(**inputs).logits, wanted)
-            hook.remove()
+            with layer.register_forward_hook(run):
+                assert torch.equal(model(**inputs).logits, wanted)
             assert torch.equal(found[0], within)
 
 

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls in which nothing is pruned, or something else than the caller may expect, are noted, and logged once."""
+"""Notes about calls that prune something else than the caller may expect, and the thread and call of statistics."""
 
 from __future__ import annotations
 
+import copy
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 import tokenprune
+from pruned import run_pruned
 from zoo import FAMILIES, Family
 
 
@@ -53,8 +56,7 @@ def test_features_that_the_caller_merged_are_not_pruned(name: str, method: str, 
 
 @torch.no_grad()
 def test_embeddings_of_placeholders_beside_pixels_are_pruned(build, caplog) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
+    model, inputs = FAMILIES["llava"].prepare(build)
     inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
     with tokenprune.patched(model, "divprune", keep=0.5):
         model(**inputs)
@@ -78,9 +80,8 @@ def test_without_a_cache_each_step_chooses_anew(name: str, build, caplog) -> Non
         with tokenprune.patched(model, method, keep=0.3, record=True):
             model(**inputs, use_cache=False)
             assert not tokenprune.stats(model).notes  # a forward by itself
-            hook = model.register_forward_hook(note_cut)
-            model.generate(**inputs, max_new_tokens=4, use_cache=False)
-            hook.remove()
+            with model.register_forward_hook(note_cut):
+                model.generate(**inputs, max_new_tokens=4, use_cache=False)
             notes = tokenprune.stats(model).notes
         assert len(seen) == 4
         assert (seen[1:] == seen[:1] * 3) is (method == "divprune")
@@ -129,6 +130,55 @@ def test_left_padding_is_not_noted_where_it_changes_nothing(name: str, method: s
     """Qwen's model derives positions from the mask, and `fastv` reads only attention, which is relative."""
     family = FAMILIES[name]
     model = build(family)
-    with tokenprune.patched(model, method, keep=0.3):
-        model(**family.make_inputs(rows=3, images=1))
-        assert not tokenprune.stats(model).notes
+    assert not run_pruned(model, family.make_inputs(rows=3, images=1), method, 0.3)[1].notes
+
+
+LLAVA = FAMILIES["llava"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["divprune", "fastv", "tome", "dyrate"])
+def test_guidance_keeps_the_statistics_of_the_images(method: str, build) -> None:
+    """The unconditional stream of `guidance_scale` reads a prompt without images."""
+    model, inputs = build(LLAVA), LLAVA.make_inputs()
+    with tokenprune.patched(model, method, keep=0.4) if method != "dyrate" else tokenprune.patched(model, method):
+        model.generate(**inputs, max_new_tokens=3, do_sample=False)
+        want = tokenprune.stats(model).sums() | {"overhead_ms": None}
+        model.generate(**inputs, max_new_tokens=3, do_sample=False, guidance_scale=1.5)
+        got = tokenprune.stats(model).sums() | {"overhead_ms": None}
+    assert got == want and want["visual_tokens_in"]
+
+
+@torch.no_grad()
+def test_each_thread_sees_its_own_last_call(build) -> None:
+    model, prompts = build(LLAVA), [LLAVA.make_inputs(images=(count,)) for count in (1, 2, 3)]
+    seen: list[int] = [0] * len(prompts)
+    ran = threading.Barrier(len(prompts))
+
+    def run(index: int) -> None:
+        with torch.no_grad():
+            model.generate(**prompts[index], max_new_tokens=2, do_sample=False)
+        ran.wait(60)
+        seen[index] = tokenprune.stats(model).visual_tokens_in
+
+    with tokenprune.patched(model, "divprune", keep=0.4):
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == [int(LLAVA.visual_mask(model, inputs).sum()) for inputs in prompts]
+        # This thread ran nothing, as one that reads a TextIteratorStreamer: it sees the last call of another thread.
+        assert tokenprune.stats(model).visual_tokens_in in seen
+        model(**LLAVA.make_inputs(images=(1,)))
+        assert tokenprune.stats(model).visual_tokens_in == seen[0]
+
+
+@torch.no_grad()
+def test_a_copy_starts_with_the_statistics_of_its_original() -> None:
+    model, inputs = LLAVA.build(), LLAVA.make_inputs()
+    with tokenprune.patched(model, "divprune", keep=0.4):
+        model(**inputs)
+        other = copy.deepcopy(model)
+        model(**LLAVA.make_inputs(images=(2, 1)))
+        assert 0 < tokenprune.stats(other).visual_tokens_in < tokenprune.stats(model).visual_tokens_in

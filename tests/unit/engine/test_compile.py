@@ -147,7 +147,6 @@ def test_answers_are_those_of_the_model_uncompiled(name: str, method: str, way: 
 
 
 def test_patched_after_compiling_and_unpatched() -> None:
-    """Graphs made of the unpatched model serve no patched one, nor the other way round."""
     family = FAMILIES["llava"]
     model, inputs = shallow(family), family.make_inputs(padding=None)
     plain = talk(model, inputs, steps=0)
@@ -162,9 +161,6 @@ def test_patched_after_compiling_and_unpatched() -> None:
     same(talk(compiled, inputs, steps=0), plain)
     tokenprune.patch(model, methods("both"), keep=0.4)  # of the model in it
     same(talk(compiled, inputs, steps=0), pruned)
-
-
-# -- how many graphs
 
 
 def decoder(model: nn.Module, backend: Backend, **options: Any) -> None:

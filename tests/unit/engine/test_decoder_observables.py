@@ -18,16 +18,17 @@ from torch import Tensor
 import tokenprune
 from basics import pieces
 from oracle import close
+from pruned import run_pruned
 from tokenprune import OptionError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.forward.part import PerCall
 from tokenprune.integrations.shared.attachment import get_attachment
-from tokenprune.methods import registry
 from tokenprune.selection import observable, observable_bases
 from tokenprune.selection import observable_registry as observable_registry
 from tokenprune.selection.observable import ObservedAt
 from zoo import FAMILIES, Family
 
+pytestmark = pytest.mark.usefixtures("restored_registries")
 LAYER = 2
 DECODER = [
     name
@@ -35,13 +36,6 @@ DECODER = [
     if observable_registry.find_observable(name).where
     not in (ObservedAt.TOWER, ObservedAt.TOWER_BLOCK, ObservedAt.CUT, ObservedAt.FRAMES)
 ]
-
-
-@pytest.fixture(autouse=True)
-def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    tokenprune.available_methods()
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    yield
 
 
 def reader(needs: tuple[str, ...], site: str = "IN_LLM", read: Any = None) -> list[Any]:
@@ -238,9 +232,7 @@ def test_behind_an_earlier_cut(family: Family, build) -> None:
     inputs = family.make_inputs(images=(1, 2))
     model = build(family)
     seen = reader(tuple(DECODER))
-    with tokenprune.patched(model, ["divprune", "reader"], keep=[0.5, 0.5], record=True):
-        model(**inputs)
-        kept = tokenprune.stats(model).cuts[0].kept
+    kept = run_pruned(model, inputs, ["divprune", "reader"], [0.5, 0.5])[1].cuts[0].kept
     (saw,) = seen
     embeds = inside(family, build(family, "eager"), inputs).inputs[0]
     for s, (row, count) in enumerate(zip(saw.segments.row, saw.segments.counts, strict=True)):
@@ -303,9 +295,7 @@ def test_what_is_there_at_the_entry(family: Family, build) -> None:
 
 @torch.no_grad()
 def test_nothing_is_kept_that_nobody_reads(build) -> None:
-    """Nor longer than until the cut."""
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
+    model, inputs = FAMILIES["llava"].prepare(build)
     calls, observed = [], []
 
     def read(tokens: Any) -> None:

@@ -17,12 +17,12 @@ import tokenprune
 from basics import METHODS, TILE_METHODS, VIDEO_METHODS, snapshot
 from families.special import FAMILIES as SPECIAL
 from oracle import close, generate_logits
-from tests.unit.engine.test_cache import words
 from tests.unit.families.test_families_special import PROBES, NextProbe
 from tests.unit.tower.test_packed_encoder import photos, small_processor
 from tokenprune import Site
 from tokenprune.integrations.hf.cache.reduced_cache import get_reduction
 from tokenprune_bench.calibration import calibrate
+from turns import words
 from zoo import FAMILIES, Family
 
 NAMES = ["llava", "qwen2_5_vl", "gemma3"]
@@ -92,8 +92,7 @@ def answer(model: Any, inputs: Any, text: Tensor, record: bool, restrict: bool =
 @pytest.mark.parametrize("name", SLIDING)
 def test_a_cache_that_records_its_past(name: str, method: Any, batch: dict, build) -> None:
     """It holds more slots of a sliding layer than it hands out; what is computed and told is the same."""
-    family = SLIDING[name]
-    model, inputs = build(family), family.make_inputs(**batch)
+    model, inputs = SLIDING[name].prepare(build, **batch)
     text = words(len(inputs["input_ids"]), 6)
     skip_refused(name, method)
     with tokenprune.patched(model, method, keep=0.4):
@@ -112,8 +111,7 @@ def test_a_cache_that_records_its_past(name: str, method: Any, batch: dict, buil
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
 def test_what_was_taken_back_is_gone(method: str, build) -> None:
     """Words behind a crop are those of a cache that never had what was cropped, beyond the window too."""
-    family = FAMILIES["gemma3"]
-    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    model, inputs = FAMILIES["gemma3"].prepare(build, images=(2, 1))
     text = words(2, 6)
     with tokenprune.patched(model, method, keep=0.4):
         want, _, _ = answer(model, inputs, text, record=True)
@@ -129,7 +127,6 @@ def test_what_was_taken_back_is_gone(method: str, build) -> None:
 @pytest.mark.parametrize("method", [*PROBES, NextProbe(layer=2)], ids=["PRE_LLM", "IN_LLM", "next", "next sliding"])
 @pytest.mark.parametrize("name", ["exaone4_5", "gemma4"])
 def test_a_second_image_behind_what_was_recorded(name: str, method: Any, build) -> None:
-    """Also where a method looks at the keys of what came before."""
     family = SPECIAL[name]
     model, answers = build(family), []
     first, second = family.make_inputs(only=0), family.make_inputs(only=0, seed=5)
@@ -147,8 +144,7 @@ def test_a_second_image_behind_what_was_recorded(name: str, method: Any, build) 
 @torch.no_grad()
 def test_nothing_taken_back_frees_what_was_recorded(build) -> None:
     """`generate` says after every step how many tokens it takes back, none among them: memory does not grow."""
-    family = FAMILIES["gemma3"]
-    model, inputs = build(family), family.make_inputs(only=0)
+    model, inputs = FAMILIES["gemma3"].prepare(build, only=0)
     with tokenprune.patched(model, "fastv", keep=0.4):
         _, cache, _ = answer(model, inputs, words(1, 6), record=True)
         cache.crop(0)
@@ -190,7 +186,6 @@ HELP = {
 @pytest.mark.parametrize("method", ACTING)
 @pytest.mark.parametrize("name", NAMES)
 def test_assisted_equals_unassisted(name: str, method: str, help_: str, build) -> None:
-    """The tokens, what is left of the images, and what the statistics tell of the prompt."""
     skip_refused(name, method)
     family = FAMILIES[name]
     model = build(family)
@@ -214,7 +209,6 @@ def test_assisted_equals_unassisted(name: str, method: str, help_: str, build) -
 
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_are_accepted(name: str, build) -> None:
-    """But for the first, drafts are used: fewer forwards than tokens."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(only=0)
     draft, forwards = copy.deepcopy(model), []
@@ -242,9 +236,7 @@ def test_drafts_are_accepted(name: str, build) -> None:
      ("qwen2_5_vl", "fastv")],
 )  # fmt: skip
 def test_a_patched_draft(name: str, method: str, build) -> None:
-    """Whatever a patched draft proposes, the model writes what it would have written."""
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(only=0)
+    model, inputs = FAMILIES[name].prepare(build, only=0)
     _, want, _ = generate_logits(model, inputs, 10)
     draft = tokenprune.patch(draft_of(model), method, **settings(model, method, inputs))
     _, got, _ = generate_logits(model, inputs, 10, assistant_model=draft)
@@ -256,9 +248,7 @@ def test_a_patched_draft(name: str, method: str, build) -> None:
 
 
 def test_a_method_that_decides_while_decoding_takes_no_drafts(build, caplog) -> None:
-    """It decides by each token in turn, and says why the answer came one by one."""
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(only=0)
+    model, inputs = FAMILIES["llava"].prepare(build, only=0)
     with tokenprune.patched(model, "dyrate", **settings(model, "dyrate", inputs)):
         model.generate(**inputs, max_new_tokens=3)
         assert not tokenprune.stats(model).notes
@@ -272,8 +262,7 @@ def test_a_method_that_decides_while_decoding_takes_no_drafts(build, caplog) -> 
 
 def test_a_version_without_the_private_name(monkeypatch, build) -> None:
     """Where drafts cannot be kept out of the prompt's forward, the statistics say so."""
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(only=0)
+    model, inputs = FAMILIES["llava"].prepare(build, only=0)
     monkeypatch.delattr(GenerationMixin, "_get_candidate_generator")
     with tokenprune.patched(model, "fastv", keep=0.5):
         model.generate(**inputs, max_new_tokens=2)

@@ -10,6 +10,7 @@ import torch
 
 import tokenprune
 from basics import snapshot
+from pruned import run_pruned
 from tokenprune import Budget, OptionError, UnsupportedSetupError
 from tokenprune_bench.frame_weights import frame_weights
 from zoo import FAMILIES, VIDEO
@@ -63,16 +64,13 @@ def test_equals_the_attention_of_an_eager_model(name: str, layers: Any, padding:
 
 @torch.no_grad()
 def test_another_model_goes_by_them(build: Any) -> None:
-    """The same frames, another depth: what a small model looks at keeps more of a large one's tokens."""
     family = FAMILIES["qwen2_5_vl"]
     inputs = family.make_inputs(images=(1,), video=5, padding=None)
     (weights,) = frame_weights(build(FAMILIES["qwen2_vl"]), **{
         name: value for name, value in inputs.items() if name != "second_per_grid_ts"
     })  # fmt: skip
     model = build(family)
-    with tokenprune.patched(model, "divprune", keep=Budget.by_frame_weights(0.5, weights), record=True):
-        model(**inputs)
-        (kept,) = tokenprune.stats(model).cuts[0].kept
+    (kept,) = run_pruned(model, inputs, "divprune", Budget.by_frame_weights(0.5, weights))[1].cuts[0].kept
     places = (inputs["input_ids"][0] == VIDEO).nonzero().flatten().tolist()
     counts = [len(set(kept) & set(places[start : start + 4])) for start in range(0, 20, 4)]
     assert sum(counts) == 10

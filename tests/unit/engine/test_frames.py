@@ -13,6 +13,7 @@ import torch
 import tokenprune
 from each import each
 from families import FAMILIES as OTHERS
+from pruned import run_pruned
 from tokenprune import (
     Budget,
     BudgetError,
@@ -97,9 +98,7 @@ def test_frames_are_counted(name: str, build: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "llava_next_video"])
 def test_a_frame_is_what_its_pixels_change(name: str, build: Callable[..., Any]) -> None:
-    """Other pixels in one frame change the tokens of that frame, and no others."""
-    family = VIDEOS[name]
-    model, inputs = build(family), family.make_inputs(images=(0,), video=5)
+    model, inputs = VIDEOS[name].prepare(build, images=(0,), video=5)
     before = watched(model, inputs)
     pixels = inputs["pixel_values_videos"]
     by_patches = pixels.ndim == 2  # Qwen: the patches of all frames on one axis
@@ -128,9 +127,7 @@ def test_an_image_is_one_frame(name: str, build: Callable[..., Any]) -> None:
 # The videos of LLaVA-OneVision are one tensor: all have as many frames.
 @pytest.mark.parametrize(("name", "second"), [("qwen2_5_vl", 3), ("qwen3_vl", 3), ("llava_onevision", 5)])
 def test_a_ragged_batch_of_videos_and_images(name: str, second: int, build: Callable[..., Any]) -> None:
-    """And of beams, whose rows are copies."""
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(images=(1, 0, 2), video=(5, second, False))
+    model, inputs = FAMILIES[name].prepare(build, images=(1, 0, 2), video=(5, second, False))
     watcher = Watcher()
     with tokenprune.patched(model, watcher, keep=0.5):
         model.generate(**inputs, max_new_tokens=2, num_beams=2)
@@ -146,8 +143,7 @@ def test_a_ragged_batch_of_videos_and_images(name: str, second: int, build: Call
 
 def test_frames_are_not_known_where_tokens_are_gone(build: Callable[..., Any]) -> None:
     """Of an image it stays known: what is left of it is one frame. A method that reads them is refused behind a cut."""
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(images=(1,), video=5)
+    model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, images=(1,), video=5)
 
     @dataclass(frozen=True)
     class Later(Plain):
@@ -169,16 +165,14 @@ def test_frames_are_not_known_where_tokens_are_gone(build: Callable[..., Any]) -
 
 @torch.no_grad()
 def test_images_are_left_as_they_are(build: Callable[..., Any]) -> None:
-    """And that is said, as it is where a prompt holds nothing else."""
     family = FAMILIES["qwen2_5_vl"]
     model = build(family)
     for method in (Watcher(), Inside()):
         for images, video in (((1, 2), (5, False)), ((2, 1), False)):
             inputs = family.make_inputs(images=images, video=video)
             plain = model(**inputs).logits
-            with tokenprune.patched(model, method, keep=0.5, record=True):
-                logits = model(**inputs).logits
-                stats = tokenprune.stats(model)
+            output, stats = run_pruned(model, inputs, method, 0.5)
+            logits = output.logits
             assert stats.notes == ["watcher: images keep all tokens, because it compares the frames of videos"]
             if not video:
                 assert torch.equal(logits, plain) and stats.cuts == []
@@ -187,9 +181,7 @@ def test_images_are_left_as_they_are(build: Callable[..., Any]) -> None:
             places = {token: (inputs["input_ids"][0] == token).nonzero().flatten().tolist() for token in (IMAGE, VIDEO)}
             assert set(places[IMAGE]) <= kept and len(kept & set(places[VIDEO])) == 10
     inputs = family.make_inputs(images=(0,), video=5)
-    with tokenprune.patched(model, Watcher(), keep=0.5):
-        model(**inputs)
-        assert tokenprune.stats(model).notes == []
+    assert run_pruned(model, inputs, Watcher(), 0.5)[1].notes == []
 
 
 @pytest.mark.parametrize("per", ["frame", "prompt"])
@@ -223,8 +215,7 @@ def test_the_table_is_what_is_tested() -> None:
 
 @torch.no_grad()
 def test_a_video_that_was_encoded_elsewhere_is_refused(build: Callable[..., Any]) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(images=(0,), video=5)
+    model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, images=(0,), video=5)
     pixels = {name: inputs.pop(name) for name in ("pixel_values_videos", "video_grid_thw")}
     encoded = model.model.get_video_features(**pixels, return_dict=True)
     with (
@@ -236,9 +227,7 @@ def test_a_video_that_was_encoded_elsewhere_is_refused(build: Callable[..., Any]
 
 @torch.no_grad()
 def test_frames_that_do_not_split_the_tokens_are_refused(build: Callable[..., Any], monkeypatch: Any) -> None:
-    """As where a processor dropped some of them on the way."""
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(images=(0,), video=5)
+    model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, images=(0,), video=5)
     for told in ([3], [21]):
         monkeypatch.setattr("tokenprune.integrations.hf.families.Adapter.video_frames", lambda *_, told=told: told)
         with (
@@ -251,10 +240,8 @@ def test_frames_that_do_not_split_the_tokens_are_refused(build: Callable[..., An
 
 @torch.no_grad()
 def test_a_video_of_no_frames_is_refused(build: Callable[..., Any]) -> None:
-    """Whatever the method, and before anything is encoded."""
     for name, pixels in (("llava_onevision", torch.zeros(1, 0, 3, 16, 16)), ("qwen2_5_vl", torch.zeros(0, 96))):
-        family = FAMILIES[name]
-        model, inputs = build(family), family.make_inputs(images=(0,), video=1)
+        model, inputs = FAMILIES[name].prepare(build, images=(0,), video=1)
         inputs["pixel_values_videos"] = pixels
         if "video_grid_thw" in inputs:
             inputs["video_grid_thw"][0, 0] = 0

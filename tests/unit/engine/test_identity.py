@@ -9,6 +9,7 @@ import torch
 import tokenprune
 from basics import METHODS, MODEL_METHODS, check_takes
 from oracle import generate_logits
+from pruned import run_pruned
 from tokenprune.methods.registry import method_class
 from zoo import FAMILIES, Family
 
@@ -44,9 +45,7 @@ def test_forward_is_bit_equal(method: str, family: Family, model, batch: str) ->
         pytest.skip(f"{family.name} takes no video here")
     inputs = family.make_inputs(**BATCHES[batch])
     before = model(**inputs)
-    with tokenprune.patched(model, method, keep=1.0):
-        patched = model(**inputs)
-        stats = tokenprune.stats(model)
+    patched, stats = run_pruned(model, inputs, method, 1.0)
     assert torch.equal(patched.logits, before.logits)
     assert stats.visual_tokens_in == stats.visual_tokens_out == sum(map(sum, inputs.counts))
     assert stats.keep_ratio == stats.prefill_flops_ratio == 1

@@ -40,12 +40,8 @@ def raise_in_layer(error: type[BaseException]) -> Callable[[Any, dict[str, Any]]
         def fail(*args: Any) -> None:
             raise error
 
-        with pytest.raises(error):
-            hook = model.model.language_model.layers[2].register_forward_pre_hook(fail)
-            try:
-                model(**inputs)
-            finally:
-                hook.remove()
+        with pytest.raises(error), model.model.language_model.layers[2].register_forward_pre_hook(fail):
+            model(**inputs)
 
     return run
 
@@ -169,52 +165,42 @@ def test_a_method_that_needs_values_is_refused_without_them(run: Callable, metho
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", ["divprune", "fastv"])
-def test_an_interrupted_inner_call_does_not_disturb_the_outer_call(method: str) -> None:
+@pytest.mark.parametrize(("method", "interruption"), [("divprune", "raise"), ("fastv", "raise"), ("fastv", "refuse")])
+def test_an_interrupted_inner_call_does_not_disturb_the_outer_call(method: str, interruption: str) -> None:
     model, inputs, others = LLAVA.build(), LLAVA.make_inputs(), LLAVA.make_inputs(images=(2, 1))
     depth = []
 
     def interrupt(*args: Any) -> None:
-        if not depth:
-            depth.append(1)
+        if depth:
+            return
+        depth.append(1)
+        if interruption == "raise":
             raise_in_layer(KeyboardInterrupt)(model, others)
+        else:
+            with pytest.raises(UnsupportedSetupError, match="must read values"):
+                run_fake(model, inputs)
 
     with tokenprune.patched(model, method, keep=0.4):
         want = model(**inputs).logits
-        hook = model.model.language_model.layers[1].register_forward_hook(interrupt)
-        got = model(**inputs).logits
-        hook.remove()
+        with model.model.language_model.layers[1].register_forward_hook(interrupt):
+            got = model(**inputs).logits
         assert depth and torch.equal(got, want)
         assert not get_attachment(model).engine.calls.active
 
 
 @torch.no_grad()
-def test_a_refused_inner_call_does_not_end_the_outer_call() -> None:
-    model, inputs = LLAVA.build(), LLAVA.make_inputs()
-    refused = []
-
-    def refuse(*args: Any) -> None:
-        if not refused:
-            refused.append(1)
-            with pytest.raises(UnsupportedSetupError, match="must read values"):
-                run_fake(model, inputs)
-
-    with tokenprune.patched(model, "fastv", keep=0.4):
-        want = model(**inputs).logits
-        hook = model.model.language_model.layers[1].register_forward_hook(refuse)
-        got = model(**inputs).logits
-        hook.remove()
-        assert refused and torch.equal(got, want)
-
-
-@torch.no_grad()
-def test_the_decoder_alone_runs_after_an_interrupted_call() -> None:
-    model, inputs = LLAVA.build(), LLAVA.make_inputs()
+def test_the_decoder_alone_runs_after_an_interrupted_call_and_unpatch_forgets_it() -> None:
+    model, inputs = LLAVA.prepare()
     decoder, embeds = model.model.language_model, model.get_input_embeddings()(inputs["input_ids"])
     want = decoder(inputs_embeds=embeds).last_hidden_state
-    with tokenprune.patched(model, "divprune", keep=0.4):
-        raise_in_layer(KeyboardInterrupt)(model, inputs)
-        assert torch.equal(decoder(inputs_embeds=embeds).last_hidden_state, want)
+    tokenprune.patch(model, "divprune", keep=0.4)
+    engine = get_attachment(model).engine
+    raise_in_layer(KeyboardInterrupt)(model, inputs)
+    assert len(engine.calls.active) == 1
+    assert torch.equal(decoder(inputs_embeds=embeds).last_hidden_state, want)
+    raise_in_layer(KeyboardInterrupt)(model, inputs)
+    tokenprune.unpatch(model)
+    assert not engine.calls.active
 
 
 @torch.no_grad()
@@ -232,14 +218,3 @@ def test_a_static_cache_continues_after_an_interrupted_call(interrupted: bool) -
                 raise_in_layer(KeyboardInterrupt)(model, others)
             steps.append(model(input_ids=token, attention_mask=mask, past_key_values=cache).logits)
         assert torch.equal(*steps)
-
-
-@torch.no_grad()
-def test_unpatch_forgets_an_interrupted_call() -> None:
-    model, inputs = LLAVA.build(), LLAVA.make_inputs()
-    tokenprune.patch(model, "divprune", keep=0.4)
-    engine = get_attachment(model).engine
-    raise_in_layer(KeyboardInterrupt)(model, inputs)
-    assert len(engine.calls.active) == 1
-    tokenprune.unpatch(model)
-    assert not engine.calls.active

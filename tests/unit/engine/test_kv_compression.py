@@ -18,7 +18,8 @@ from transformers.cache_utils import QuantizedLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tokenprune
-from lossless_cache import lossless
+from cached_runs import lossless
+from hooks import removed_after
 from only_kept import only_kept
 from oracle import close, generate_logits
 from quantized_weights import bitsandbytes
@@ -60,11 +61,8 @@ def by_norm(model: nn.Module, share: float = 0.5) -> Iterator[None]:
 
     layers = model.model.language_model.layers
     hooks = [layer.self_attn.register_forward_hook(leave, with_kwargs=True) for layer in layers]
-    try:
+    with removed_after(hooks):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def of_kvpress(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -145,7 +143,6 @@ def test_rows_of_one_length(build) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_quantized_weights_and_a_quantized_cache(method: Any) -> None:
-    """All at once: fewer tokens, of which fewer keys are kept, in fewer bits."""
     family = FAMILIES["llava"]
     model, inputs = family.build(), inputs_of(family)
     bitsandbytes(model)

@@ -12,7 +12,8 @@ import torch
 import tokenprune
 from basics import pieces
 from each import each
-from oracle import close, generate_logits, reduced, survivors
+from oracle import close, reduced, survivors
+from pruned import check_generation, run_pruned
 from tokenprune import Pruner, Selection, Site, VisualTokens
 from zoo import FAMILIES, IMAGE, Inputs
 
@@ -71,11 +72,9 @@ def ending_in_images(rows: tuple[bool, ...], family: str = "llava", images: int 
 
 
 def kept_of(model: Any, method: Any, inputs: Any, keep: Any) -> tuple[Any, list]:
-    with torch.no_grad(), tokenprune.patched(model, method, keep=keep, record=True):
-        logits = model(**inputs).logits
-        stats = tokenprune.stats(model)
-        assert stats.notes == []
-        return logits, stats.cuts
+    output, stats = run_pruned(model, inputs, method, keep)
+    assert stats.notes == []
+    return output.logits, stats.cuts
 
 
 @pytest.mark.parametrize("method", [OneEnd(), Entry(), OneEnd(merge=True), Entry(merge=True), "dart", "random", "pool"])
@@ -132,13 +131,8 @@ def test_generate_goes_on_from_it(name: str, method: Any, build) -> None:
     for key in ("input_ids", "attention_mask", "mm_token_type_ids"):
         if key in inputs:
             inputs[key] = inputs[key][:, :real]
-    with tokenprune.patched(model, method, keep=0.5, record=True):
-        got, tokens, _ = generate_logits(model, inputs, 3)
-        cuts = tokenprune.stats(model).cuts
-    assert got[:, 0].any() and all(real - 1 in cut.kept[0] for cut in cuts)
-    with reduced(family, model, cuts, real):
-        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
-    close(got, want)
+    got, _, stats = check_generation(family, model, inputs, method, 0.5)
+    assert got[:, 0].any() and all(real - 1 in cut.kept[0] for cut in stats.cuts)
 
 
 @torch.no_grad()

@@ -98,9 +98,6 @@ def test_gather_goes_by_rows(batch: int, kept: int, monkeypatch: pytest.MonkeyPa
         assert torch.equal(got[row], want)
 
 
-# -- in models
-
-
 @contextmanager
 def handed(model: Any, family: Any) -> Iterator[list[Any]]:
     """The masks that the decoder's layers are handed within."""

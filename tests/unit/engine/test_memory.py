@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pruned prefill allocates: nothing of the size of all pairs of visual tokens, no logits nobody asked for."""
+"""What a pruned prefill allocates: nothing of the size of all pairs of visual tokens, no logits nobody asked for. And
+the work of choosing among many small images, counted without a clock."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import tokenprune
+from basics import MODEL_METHODS
 from each import each
 from families import FAMILIES
 from greedy import image_tokens
 from tokenprune import Site
+from tokenprune.integrations.hf.engine import cuts, engine
 from tokenprune.kernels import coverage, farthest, farthest_blocks, pairs
-from zoo import FIRST_TEXT_ID, HIDDEN, VOCAB
+from zoo import FIRST_TEXT_ID, HIDDEN, VISION, VOCAB, tower
 
 GRID = (1, 40, 40)  # patches of an image of Qwen-VL, four of which are a token
 VISUAL, KEEP = 400, 48
 TEXT = (20, 33)
-
 
 # It reads many rows of attention at once.
 ALL_PAIRS = {"fitprune"}
@@ -129,7 +135,6 @@ def test_masks_of_all_pairs_are_those_of_the_unpatched_model(family: str, batch:
     ],
 )
 def test_what_is_chosen_from_the_tower_too(name: str, options: dict[str, Any], as_with_many: None) -> None:
-    """Without a model; the same as with a table."""
     tokens, method = image_tokens([VISUAL], [KEEP]), tokenprune.method(name, **options)
     with torch.no_grad(), Allocations() as made:
         got = method.select(tokens).keep
@@ -144,3 +149,69 @@ def test_what_the_watch_sees() -> None:
     made = prefill("llava", None, 2, logits_to_keep=1)
     assert made.largest >= 2 * VISUAL**2
     assert prefill("llava", "uniform", 1).logits == VISUAL + TEXT[0]
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+IMAGES, MOST = 50, 4  # of 16 tokens; times the unpatched prefill
+LLAVA = FAMILIES["llava"]
+SMALL = {"vision_config": tower("clip_vision_model", 16, projection_dim=VISION), "image_seq_length": 16}
+FAMILY = replace(LLAVA, config={**LLAVA.config, **SMALL}, sizes=(16,))
+aten = torch.ops.aten
+# The place of the argument whose last axis is summed over.
+_PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
+
+
+class Work(TorchDispatchMode):
+    """Counts within: `done` is the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        packet = function.overloadpacket
+        if packet in _PRODUCTS:
+            self.done += made.numel() * args[_PRODUCTS[packet]].shape[-1]
+        elif not function.is_view:
+            leaves = tree_leaves((args, kwargs, made))
+            self.done += max((x.numel() for x in leaves if isinstance(x, torch.Tensor)), default=0)
+        return made
+
+
+@contextmanager
+def counted_choices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    """Count what is done to choose, and not what the model does."""
+    work = Work()
+    for module in (engine, cuts):
+
+        def choose(*args: Any, original: Any = module.select_tokens) -> Any:
+            with work:
+                return original(*args)
+
+        monkeypatch.setattr(module, "select_tokens", choose)
+    yield work
+
+
+@cache
+def model() -> Any:
+    return FAMILY.build("eager")
+
+
+@cache
+@torch.no_grad()
+def unpatched() -> int:
+    with Work() as work:
+        model()(**FAMILY.make_inputs(images=(IMAGES,)))
+    return work.done
+
+
+@pytest.mark.parametrize("name", MODEL_METHODS)
+@torch.no_grad()
+def test_choosing_among_many_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = FAMILY.make_inputs(images=(IMAGES,))
+    with tokenprune.patched(model(), name, keep=0.6), counted_choices(monkeypatch) as work:
+        model()(**inputs)
+    assert work.done <= MOST * unpatched(), f"{work.done / unpatched():.1f} times the unpatched prefill"

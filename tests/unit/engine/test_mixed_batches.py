@@ -13,6 +13,7 @@ import torch
 
 import tokenprune
 from basics import MODEL_METHODS
+from hooks import removed_after
 from merging_models import SUPPORTED
 from merging_towers import Merging
 from oracle import close, generate_logits
@@ -21,12 +22,7 @@ from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES, Family, Inputs
 
 # How many images each row has; rows differ in their text too.
-BATCHES = {
-    "one and none": (1, 0),
-    "one and two": (1, 2),
-    "two, none and one": (2, 0, 1),
-    "two lengths of text": (1, 1),
-}
+BATCHES = {"one and none": (1, 0), "one and two": (1, 2), "two, none and one": (2, 0, 1), "two lengths of text": (1, 1)}
 
 
 @dataclass
@@ -48,11 +44,8 @@ def watched(family: Family, model: Any) -> Iterator[Seen]:
         return hook
 
     handles = [layer.mlp.register_forward_pre_hook(note(index)) for index, layer in enumerate(layers)]
-    try:
+    with removed_after(handles):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def tokens_left(stats: Stats, inputs: Inputs, layers: int) -> list[list[int]]:
@@ -157,8 +150,7 @@ def test_merges_in_the_tower(name: str, padding: str, build) -> None:
 
 def test_padding_alone_is_no_cut(build) -> None:
     """A call that keeps everything is bit-equal, padding and all, and its statistics tell of the padding."""
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(images=(1, 0))
+    model, inputs = FAMILIES["llava"].prepare(build, images=(1, 0))
     want = model(**inputs).logits
     with tokenprune.patched(model, "divprune", keep=1.0):
         assert torch.equal(model(**inputs).logits, want)

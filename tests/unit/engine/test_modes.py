@@ -17,8 +17,10 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence
 import tokenprune
 from basics import MODEL_METHODS
 from families.plain import FAMILIES as OTHERS
+from hooks import removed_after
 from oracle import close, generate_logits, reduced
-from zoo import FAMILIES, Family
+from pruned import check_generation, run_pruned
+from zoo import Family
 
 # One of each site; what differs between methods of a site is which tokens they choose, and is tested elsewhere.
 SITES = ["divprune", "fastv"]
@@ -49,19 +51,13 @@ def test_eager_equals_sdpa(method: str, family: Family, build) -> None:
 
 def test_eager_equals_its_oracle(family: Family, build) -> None:
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 2))
-    with tokenprune.patched(model, ["divprune", "fastv"], keep=0.5, record=True):
-        got, tokens, _ = generate_logits(model, inputs, 3)
-        cuts = tokenprune.stats(model).cuts
-    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
-        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
-    close(got, want)
+    check_generation(family, model, inputs, ["divprune", "fastv"], 0.5)
 
 
 @torch.no_grad()
 def test_a_wide_window_without_a_cache(build, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would take gaps in positions for borders of packed sequences."""
-    family = OTHERS["mistral3"]
-    model, inputs = build(family), family.make_inputs(images=(2,))
+    model, inputs = OTHERS["mistral3"].prepare(build, images=(2,))
     monkeypatch.setattr(model.config.text_config, "sliding_window", 4096)
     with tokenprune.patched(model, "divprune", keep=0.3):
         close(model(**inputs, use_cache=False).logits[:, -1], model(**inputs).logits[:, -1])
@@ -102,7 +98,6 @@ AttentionMaskInterface.register("flash_stand_in", ALL_MASK_ATTENTION_FUNCTIONS["
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @torch.no_grad()
 def test_flash_masks(method: str, batch: dict, family: Family, build) -> None:
-    """Back ends that take a 2-D mask or none choose the same tokens and give the same logits."""
     if family.name == "gemma3":
         pytest.skip("flash attention cannot let images attend both ways, so Gemma 3 differs unpatched")
     sdpa, inputs = build(family), family.make_inputs(**batch)
@@ -165,20 +160,9 @@ def test_samples(method: str, family: Family, model) -> None:
     assert not torch.equal(got[0], got[1])
 
 
-@pytest.mark.parametrize("method", SITES)
-def test_speculation(method: str, build) -> None:
-    """Prompt lookup writes several tokens at once and takes the wrong ones back out of the cache."""
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(only=0)
-    with tokenprune.patched(model, method, keep=0.3):
-        want = model.generate(**inputs, max_new_tokens=8)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=8, prompt_lookup_num_tokens=3), want)
-
-
 @pytest.mark.few_families
 @pytest.mark.parametrize("method", SITES)
 def test_threads(method: str, family: Family, model) -> None:
-    """Three threads, all of them inside the decoder at once in every step of theirs."""
     jobs = [family.make_inputs(seed=seed, images=images) for seed, images in enumerate([(2, 1), (1, 1), (1, 0)])]
     with tokenprune.patched(model, method, keep=0.3):
         alone = [generate_logits(model, job, 4)[0] for job in jobs]
@@ -189,12 +173,8 @@ def test_threads(method: str, family: Family, model) -> None:
             meet.wait(20)
 
         handles = [layers[i].register_forward_pre_hook(wait) for i in (0, 2)]
-        try:
-            with ThreadPoolExecutor(len(jobs)) as pool:
-                together = list(pool.map(lambda job: generate_logits(model, job, 4)[0], jobs))
-        finally:
-            for handle in handles:
-                handle.remove()
+        with removed_after(handles), ThreadPoolExecutor(len(jobs)) as pool:
+            together = list(pool.map(lambda job: generate_logits(model, job, 4)[0], jobs))
         # The statistics are those of one of them, whichever came last.
         counts = {sum(map(sum, job.counts)) for job in jobs}
         assert tokenprune.stats(model).visual_tokens_in in counts
@@ -247,7 +227,6 @@ def test_forms_of_call(method: str, family: Family, model) -> None:
 @pytest.mark.parametrize("method", SITES)
 @torch.no_grad()
 def test_no_mask(method: str, family: Family, model) -> None:
-    """A batch of equal lengths may come without a mask."""
     inputs = family.make_inputs(images=(2, 1), padding=None)
     bare = {key: value for key, value in inputs.items() if key != "attention_mask"}
     with tokenprune.patched(model, method, keep=0.3):
@@ -266,9 +245,9 @@ def test_embeddings_in_place_of_ids(method: str, family: Family, model) -> None:
         model(**given)
     except Exception as error:
         pytest.skip(f"{family.name} does not take embeddings with images: {type(error).__name__}")
-    with tokenprune.patched(model, method, keep=0.3, record=True):
-        got = model(**given).logits
-        cuts = tokenprune.stats(model).cuts
+    output, stats = run_pruned(model, given, method, 0.3)
+    got = output.logits
+    cuts = stats.cuts
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
         want = model(**given).logits
     close(got[:, -4:], want[:, -4:])

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import tokenprune
+from cached_runs import check_same, generate
 from far_device import Far, counting, far_inputs, to_far
 from oracle import close
 from tokenprune import UnsupportedSetupError
@@ -23,7 +24,6 @@ from tokenprune.integrations.hf.cache.layer_storage import read_keys
 from zoo import FAMILIES
 
 METHODS = ["divprune", "fastv", ["divprune", "fastv"]]
-STEPS = 5
 
 
 class Stream:
@@ -48,23 +48,13 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stream]]:
     return Stream
 
 
-def generate(model: Any, inputs: Any, **options: Any) -> Any:
-    wanted = dict(max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True)
-    try:
-        return model.generate(**inputs, **wanted | options)
-    finally:
-        vars(model).pop("_previous_max_cache_length", None)  # generate leaves it
-
-
 def check_by_name(model: Any, inputs: Any, method: Any, kind: str) -> None:
     with tokenprune.patched(model, method, keep=0.4):
         plain = {"cache_implementation": "static"} if kind == "offloaded_static" else {}
         want, before = generate(model, inputs, **plain), tokenprune.stats(model)
         got, after = generate(model, inputs, cache_implementation=kind), tokenprune.stats(model)
         assert got.past_key_values.offloading
-        assert torch.equal(got.sequences, want.sequences)
-        for one, other in zip(got.logits, want.logits, strict=True):
-            close(one, other)
+        check_same(got, want)
         assert after.kv_bytes == before.kv_bytes and after.kv_bytes_full == before.kv_bytes_full
         beams = [generate(model, inputs, num_beams=2, **how) for how in (plain, {"cache_implementation": kind})]
         assert torch.equal(beams[0].sequences, beams[1].sequences)
@@ -123,8 +113,7 @@ def test_what_lies_on_the_host(method: str, streams) -> None:
 
 @torch.no_grad()
 def test_methods_that_take_keys_out(build, streams) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(padding=None)
+    model, inputs = FAMILIES["llava"].prepare(build, padding=None)
     with tokenprune.patched(model, "dyrate", keep=0.4):
         want = generate(model, inputs)
         cache = DynamicCache(config=model.config.text_config, offloading=True)

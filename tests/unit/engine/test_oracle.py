@@ -11,6 +11,7 @@ import torch
 import tokenprune
 from basics import MODEL_METHODS, VIDEO_METHODS, at_the_decoder
 from oracle import close, generate_logits, reduced, survivors
+from pruned import run_pruned
 from zoo import FAMILIES, Family
 
 BATCHES: dict[str, dict[str, Any]] = {
@@ -52,9 +53,9 @@ def check_survivors(cuts: list, inputs: Any, family: Family, model: Any) -> torc
 
 @torch.no_grad()
 def compare_forward(family: Family, model: Any, method: Any, inputs: Any, keep: Any, **chosen: Any) -> None:
-    with tokenprune.patched(model, method, keep=keep, record=True, **chosen):
-        got = model(**inputs).logits
-        cuts = tokenprune.stats(model).cuts
+    output, stats = run_pruned(model, inputs, method, keep, **chosen)
+    got = output.logits
+    cuts = stats.cuts
     alive = check_survivors(cuts, inputs, family, model)
     with reduced(family, model, cuts, alive.shape[1]):
         want = model(**inputs).logits

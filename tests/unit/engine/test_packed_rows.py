@@ -111,7 +111,6 @@ def test_a_sample_of_a_packed_row_is_as_it_is_alone(name: str, method: str, by: 
 
 @torch.no_grad()
 def test_samples_of_every_family(family: Family, model) -> None:
-    """Told by their lengths alone, in a row of one with two images, one with one, and text."""
     batch = family.make_inputs(images=(2, 1, 0))
     real = batch["attention_mask"].bool()
     row = {
@@ -354,9 +353,7 @@ def places(mask: torch.Tensor, fill: int) -> torch.Tensor:
 @each("fill", [0, 1])
 @torch.no_grad()
 def test_padding_is_no_border(name: str, padding: str, fill: int, build, caplog) -> None:
-    """Positions of padding may be any, in a batch of rows of different lengths."""
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(images=(2, 1), padding=padding)
+    model, inputs = FAMILIES[name].prepare(build, images=(2, 1), padding=padding)
     positions = places(inputs["attention_mask"], fill)
     if name in SEVERAL_AXES:
         positions = positions.expand(4, *positions.shape)
@@ -370,7 +367,6 @@ def test_padding_is_no_border(name: str, padding: str, fill: int, build, caplog)
 @pytest.mark.parametrize("cache", [None, "static"])
 @torch.no_grad()
 def test_generate_makes_no_borders(name: str, cache: str | None, caplog) -> None:
-    """Nor the masks of pairs that it makes ahead for a static cache."""
     family = FAMILIES[name]
     model = family.build()
     with tokenprune.patched(model, "divprune", keep=0.3):
@@ -383,8 +379,7 @@ def test_generate_makes_no_borders(name: str, cache: str | None, caplog) -> None
 @torch.no_grad()
 def test_a_video_is_no_border(build) -> None:
     """Behind a video the time axis falls back, and the others do not."""
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(rows=1, images=(0,), video=20)
+    model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, rows=1, images=(0,), video=20)
     positions, _ = model.model.get_rope_index(**{name: inputs[name] for name in inputs if "pixel" not in name})
     assert (positions[0].diff() < 0).any()
     with tokenprune.patched(model, "divprune", keep=0.3):

@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, QuantizedCache, cache_utils
 from transformers.cache_utils import DynamicLayer
 
 import tokenprune
-from lossless_cache import lossless
+from cached_runs import check_logits, check_same, generate, lossless, talk
 from oracle import close, generate_logits, reduced
 from tokenprune import UnsupportedSetupError
 from tokenprune.integrations.hf.cache.layer_storage import read_keys, read_values
@@ -30,30 +30,17 @@ def dynamic(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config.get_text_config())
 
 
-def generate(model: Any, inputs: Any, **options: Any) -> Any:
-    wanted = dict(max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True)
-    return model.generate(**inputs, **wanted | options)
-
-
-def same(got: Any, want: Any) -> None:
-    assert torch.equal(got.sequences, want.sequences)
-    for one, other in zip(got.logits, want.logits, strict=True):
-        assert torch.equal(one, other)
-
-
 @torch.no_grad()
 @pytest.mark.pairwise
 @pytest.mark.parametrize("padding", [None, "left"])
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl"])
 def test_equals_the_dynamic_cache(name: str, method: Any, padding: str | None, build) -> None:
-    """Rows are ragged: the images of a batch have other sizes."""
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(padding=padding)
+    model, inputs = FAMILIES[name].prepare(build, padding=padding)
     with tokenprune.patched(model, method, keep=0.4):
         want, before = generate(model, inputs, past_key_values=dynamic(model)), tokenprune.stats(model)
         got, after = generate(model, inputs, past_key_values=lossless(model)), tokenprune.stats(model)
-    same(got, want)
+    check_same(got, want, exact=True)
     scales = 2 * 4 * len(got.past_key_values.layers)
     assert after.kv_bytes == before.kv_bytes + scales
     assert after.width_per_layer == before.width_per_layer and after.kv_bytes < after.kv_bytes_full
@@ -65,25 +52,12 @@ def test_equals_the_dynamic_cache(name: str, method: Any, padding: str | None, b
 @pytest.mark.parametrize("method", [*METHODS, "pyramiddrop"], ids=str)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_second_turns(name: str, method: Any, build) -> None:
-    """One of text alone, and one with new images; pyramiddrop looks at all keys of a layer before that runs."""
-    family = FAMILIES[name]
-    model = build(family)
-    first, more = family.make_inputs(padding=None), family.make_inputs(padding=None)
-    text = torch.full((len(first["input_ids"]), 3), 11)
-
-    def talk(cache: Cache) -> list[Tensor]:
-        said = [model(**first, past_key_values=cache).logits[:, -1]]
-        said.append(model(input_ids=text, past_key_values=cache).logits)
-        new = {k: v for k, v in more.items() if k != "attention_mask"}
-        said.append(model(**new, past_key_values=cache).logits[:, -1])
-        said.append(model(input_ids=text[:, :1], past_key_values=cache).logits)
-        return said
-
+    """pyramiddrop looks at all keys of a layer before that runs."""
+    model, inputs = FAMILIES[name].prepare(build, padding=None)
     with tokenprune.patched(model, method, keep=0.4):
-        want, before = talk(dynamic(model)), tokenprune.stats(model)
-        got, after = talk(lossless(model)), tokenprune.stats(model)
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other)
+        want, before = talk(model, inputs, inputs, dynamic(model)), tokenprune.stats(model)
+        got, after = talk(model, inputs, inputs, lossless(model)), tokenprune.stats(model)
+    check_logits(got, want, exact=True)
     assert after.visual_tokens_out == before.visual_tokens_out
     assert 0 <= after.kv_bytes - before.kv_bytes <= 8 * len(before.width_per_layer)
 
@@ -91,8 +65,7 @@ def test_second_turns(name: str, method: Any, build) -> None:
 @torch.no_grad()
 def test_beams(build) -> None:
     """The rows of what is quantized change in the next step only; whoever reads it before sees them as they are."""
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(padding=None)
+    model, inputs = FAMILIES["llava"].prepare(build, padding=None)
     with tokenprune.patched(model, "fastv", keep=0.4):
         want = generate(model, inputs, num_beams=3, past_key_values=dynamic(model))
         got = generate(model, inputs, num_beams=3, past_key_values=lossless(model))
@@ -166,26 +139,24 @@ def test_real_quantizers(name: str, method: str, made: Callable, build, monkeypa
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["mask", "evict"])
 def test_methods_that_drop_while_decoding(mode: str, build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(padding=None)
+    model, inputs = FAMILIES["llava"].prepare(build, padding=None)
     method = tokenprune.method("dyrate", mode=mode)
     with tokenprune.patched(model, method, keep=0.4):
         want, cache = generate(model, inputs), lossless(model)
         if mode == "mask":
             before = tokenprune.stats(model)
-            same(generate(model, inputs, past_key_values=cache), want)
+            check_same(generate(model, inputs, past_key_values=cache), want, exact=True)
             assert tokenprune.stats(model).decode_kept == before.decode_kept
             return
         with pytest.raises(UnsupportedSetupError, match="mode='mask'"):
             generate(model, inputs, past_key_values=cache)
         assert type(cache) is Cache and not cache.get_seq_length()
-        same(generate(model, inputs), want)
+        check_same(generate(model, inputs), want, exact=True)
 
 
 @torch.no_grad()
 def test_what_transformers_does_to_the_last_tokens_only(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(padding=None)
+    model, inputs = FAMILIES["llava"].prepare(build, padding=None)
     text = torch.full((len(inputs["input_ids"]), 1), 11)
     with tokenprune.patched(model, "fastv", keep=0.4):
         cache = lossless(model)
@@ -212,8 +183,7 @@ class Unknown(DynamicLayer):
 
 @torch.no_grad()
 def test_other_layers_are_refused_by_name(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(padding=None)
+    model, inputs = FAMILIES["llava"].prepare(build, padding=None)
     cache = Cache(layers=[Unknown() for _ in model.model.language_model.layers])
     with tokenprune.patched(model, "divprune", keep=0.4):
         with pytest.raises(UnsupportedSetupError, match="layers of kind Unknown"):

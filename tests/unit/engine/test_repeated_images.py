@@ -55,10 +55,17 @@ def test_repeated_images_are_refused(name: str, sizes: int, options: dict[str, A
             assert torch.equal(generate(model, inputs), before)
 
 
-@each("name", REPEATING)
+UNREPEATED = [(family, dict(images=(1, 1))) for family in REPEATING.values()] + [
+    (FAMILIES[name], dict(sizes=sizes))
+    for name in ("qwen2_vl", "qwen3_vl", "llava_next", "internvl")
+    for sizes in (EQUAL, DIFFERENT)
+]
+
+
+@each(("family", "batch"), UNREPEATED)
 @torch.no_grad()
-def test_one_image_per_row_is_pruned_as_without_beams(name: str) -> None:
-    model, inputs = REPEATING[name].build(), make_inputs(REPEATING[name], images=(1, 1))
+def test_rows_and_single_images_are_pruned_as_without_beams(family: Any, batch: dict[str, Any]) -> None:
+    model, inputs = family.build(), make_inputs(family, **batch)
     with tokenprune.patched(model, ["divprune", "fastv"], keep=0.5):
         plain, beams = generate(model, inputs), generate(model, inputs, **BEAMS)
     torch.testing.assert_close(beams, plain.repeat_interleave(2, 0), rtol=0, atol=1e-4)
@@ -70,16 +77,6 @@ def test_keep_of_all_tokens_equals_the_unpatched_model() -> None:
     unpatched = generate(model, inputs, **BEAMS)
     with tokenprune.patched(model, "divprune", keep=1.0):
         assert torch.equal(generate(model, inputs, **BEAMS), unpatched)
-
-
-@pytest.mark.parametrize("sizes", [EQUAL, DIFFERENT])
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llava_next", "internvl"])
-@torch.no_grad()
-def test_models_that_repeat_rows_are_pruned_as_without_beams(name: str, sizes: int) -> None:
-    model, inputs = FAMILIES[name].build(), make_inputs(FAMILIES[name], sizes)
-    with tokenprune.patched(model, ["divprune", "fastv"], keep=0.5):
-        plain, beams = generate(model, inputs), generate(model, inputs, **BEAMS)
-    torch.testing.assert_close(beams, plain.repeat_interleave(2, 0), rtol=0, atol=1e-4)
 
 
 # -- the check alone: two images (a of two tokens, b of three) in row 0, and one (c of one token) in row 1

@@ -10,18 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from staged_methods import (
-    BATCHES,
-    ByContent,
-    Choose,
-    Stage,
-    Staged,
-    batch,
-    check,
-    every,
-    kind,
-    visual_left,
-)
+from staged_methods import BATCHES, ByContent, Choose, Stage, Staged, batch, check, every, kind, visual_left
 from tokenprune import Budget, VisualTokens
 from zoo import FAMILIES, Family
 
@@ -31,7 +20,6 @@ from zoo import FAMILIES, Family
 @kind
 @batch
 def test_a_method_that_counts_by_content_is_asked_whatever_its_budget(family: Family, batch: str, build: Any) -> None:
-    """An int that is more than any image has is no reason not to ask."""
     model, inputs = build(family), family.make_inputs(**BATCHES[batch])
     cuts = check(family, model, ByContent(2, every(3)), inputs, keep=10_000)
     assert [cut.layer for cut in cuts] == [2]
@@ -40,8 +28,7 @@ def test_a_method_that_counts_by_content_is_asked_whatever_its_budget(family: Fa
 
 
 def test_keeping_everything_asks_nobody(build: Any) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
+    model, inputs = FAMILIES["llava"].prepare(build)
 
     def never(tokens: VisualTokens) -> Tensor:
         raise AssertionError("asked with keep=1.0")
@@ -54,8 +41,7 @@ def test_keeping_everything_asks_nobody(build: Any) -> None:
 
 
 def test_other_methods_are_not_asked_where_their_budget_is_all(build: Any) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
+    model, inputs = FAMILIES["llava"].prepare(build)
     asked = []
     with torch.no_grad(), tokenprune.patched(model, Stage(1, lambda tokens: asked.append(1)), keep=10_000):
         model(**inputs)
@@ -132,8 +118,7 @@ def test_what_has_the_shape_of_tokens_by_chance_can_stay(build: Any) -> None:
 
 
 def test_composed_methods_do_not_see_what_the_other_remembers(build: Any) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
+    model, inputs = FAMILIES["llava"].prepare(build)
     found = []
 
     def remember(value: int) -> Choose:
@@ -173,8 +158,7 @@ def test_a_stage_that_only_looks_changes_nothing(family: Family, batch: str, bui
 def test_nothing_is_compacted_where_nothing_leaves(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenprune.integrations.hf.forward.token_state import Layout
 
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
+    model, inputs = FAMILIES["llava"].prepare(build)
     monkeypatch.setattr(Layout, "cut", lambda *args: pytest.fail("compacted"))
     with torch.no_grad(), tokenprune.patched(model, ByContent(1), keep=0.5):
         model(**inputs)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import tokenprune
+from cached_runs import check_logits, check_same, generate, talk
 from families.special import FAMILIES as SPECIAL
 from oracle import close
 from selection import REASONS
@@ -21,20 +21,6 @@ from zoo import FAMILIES
 METHODS = ["divprune", "fastv", "dart", "tome", ["divprune", "fastv"]]
 NAMES = ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3"]
 STEPS = 6
-
-
-def generate(model: Any, inputs: Any, **options: Any) -> Any:
-    wanted = dict(max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True)
-    try:
-        return model.generate(**inputs, **wanted | options)
-    finally:
-        vars(model).pop("_previous_max_cache_length", None)  # generate leaves it
-
-
-def same(got: Any, want: Any) -> None:
-    assert torch.equal(got.sequences, want.sequences)
-    for one, other in zip(got.logits, want.logits, strict=True):
-        close(one, other)
 
 
 def slots(cache: Any) -> list[int]:
@@ -60,9 +46,9 @@ def test_equals_the_dynamic_cache(name: str, method: Any, padding: str | None, b
         want = generate(model, inputs)
         before = tokenprune.stats(model)
         named, given = generate(model, inputs, cache_implementation="static"), static(model, 100)
-        same(named, want)
+        check_same(named, want)
         after = tokenprune.stats(model)
-        same(generate(model, inputs, past_key_values=given), want)
+        check_same(generate(model, inputs, past_key_values=given), want)
     assert after.width_per_layer == before.width_per_layer and after.prefill_flops == before.prefill_flops
     removed = [length - width for width in after.width_per_layer]
     made_for = [getattr(layer, "max_cache_len", None) for layer in static(model, length + STEPS - 1).layers]
@@ -82,24 +68,22 @@ def test_equals_the_dynamic_cache(name: str, method: Any, padding: str | None, b
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
 def test_reset_gives_the_slots_back(name: str, build) -> None:
-    """A cache is used by one prompt after the other, and by another model in between."""
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(padding=None)
+    model, inputs = FAMILIES[name].prepare(build, padding=None)
     cache = static(model, 80)
     kind, room = type(cache), [layer.max_cache_len for layer in cache.layers]
     full = generate(model, inputs)
     for method in ("fastv", "divprune"):
         with tokenprune.patched(model, method, keep=0.4):
             want = generate(model, inputs)
-            same(generate(model, inputs, past_key_values=cache), want)
+            check_same(generate(model, inputs, past_key_values=cache), want)
             assert min(slots(cache)) < room[1] and cache.get_max_length() == 80
             cache.reset()
         assert type(cache) is kind and [layer.max_cache_len for layer in cache.layers] == room
-    same(generate(model, inputs, past_key_values=cache), full)
+    check_same(generate(model, inputs, past_key_values=cache), full)
     cache.reset()
     with tokenprune.patched(model, "fastv", keep=0.4):
         want = generate(model, inputs)
-        same(generate(model, inputs, past_key_values=cache), want)  # what is laid out stays
+        check_same(generate(model, inputs, past_key_values=cache), want)  # what is laid out stays
     assert slots(cache) == room
 
 
@@ -107,33 +91,16 @@ def test_reset_gives_the_slots_back(name: str, build) -> None:
 @pytest.mark.parametrize("method", ["divprune", "fastv", ["divprune", "fastv"]], ids=str)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
 def test_second_turns(name: str, method: Any, build) -> None:
-    """One of text alone, and one with new images."""
-    family = FAMILIES[name]
-    model = build(family)
-    first, more = family.make_inputs(padding=None), family.make_inputs(padding=None)
-    batch = len(first["input_ids"])
-    text = torch.full((batch, 3), 11)
-
-    def talk(cache: Any) -> list[Tensor]:
-        said = [model(**first, past_key_values=cache).logits[:, -1]]
-        said.append(model(input_ids=text, past_key_values=cache).logits)
-        new = {k: v for k, v in more.items() if k != "attention_mask"}
-        said.append(model(**new, past_key_values=cache).logits[:, -1])
-        said.append(model(input_ids=text[:, :1], past_key_values=cache).logits)
-        return said
-
+    model, inputs = FAMILIES[name].prepare(build, padding=None)
     with tokenprune.patched(model, method, keep=0.4):
-        want = talk(DynamicCache(config=model.config.get_text_config()))
-        got = talk(static(model, 200))
-    for one, other in zip(got, want, strict=True):
-        close(one, other)
+        want = talk(model, inputs, inputs, DynamicCache(config=model.config.get_text_config()))
+        check_logits(talk(model, inputs, inputs, static(model, 200)), want)
 
 
 @torch.no_grad()
 def test_images_of_a_later_turn_that_come_by_position(build) -> None:
     """The base model is called as its own class allows; a step is told from a turn by what it is handed."""
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(padding=None)
+    model, inputs = FAMILIES["llava"].prepare(build, padding=None)
     ids, pixels = inputs["input_ids"], inputs["pixel_values"]
     with tokenprune.patched(model, "divprune", keep=0.4):
         cache = static(model, 200)
@@ -199,14 +166,13 @@ def test_decode_steps_compile(name: str, build) -> None:
             found, said = graphs(3)
         assert found == unpatched
         for one in said:
-            same(one, want)
+            check_same(one, want)
     dynamo.reset()
 
 
 @torch.no_grad()
 def test_what_is_refused(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(padding=None)
+    model, inputs = FAMILIES["llava"].prepare(build, padding=None)
     want = generate(model, inputs)
     with tokenprune.patched(model, "dyrate", keep=0.4), pytest.raises(UnsupportedSetupError, match="keeps its slots"):
         generate(model, inputs, cache_implementation="static")
@@ -215,4 +181,4 @@ def test_what_is_refused(build) -> None:
         special = build(other)
         with tokenprune.patched(special, "divprune", keep=0.4), pytest.raises(UnsupportedSetupError, match="static"):
             special(**other.make_inputs(padding=None), past_key_values=static(special, 100))
-    same(generate(model, inputs), want)
+    check_same(generate(model, inputs), want)

@@ -203,7 +203,6 @@ ASKS = [name for name in METHODS if tokenprune.method_info(name).cls.syncs_devic
 
 
 def test_who_asks_says_so() -> None:
-    """Each method declares whether a CUDA graph can hold its choice, and the waits counted here agree."""
     assert set(ASKS) == {"vscan", *ASKING} - {"pixelprune"}  # acts before there is anything to choose from
     assert not any(tokenprune.method_info(name).capturable for name in ASKS)
 
@@ -286,7 +285,6 @@ def test_decoding(family_name: str, mode: str, decides: bool) -> None:
 
 @pytest.mark.parametrize("place", ["tokenprune/tests/a.py", "tokenprune/.venv/transformers/a.py", "transformers/a.py"])
 def test_the_library_is_told_by_where_it_was_imported_from(place: str, tmp_path: Path) -> None:
-    """Whatever the folders above this file and above the environment are called."""
     values = Far(torch.ones(2))
 
     def places(path: Path) -> set[str]:
@@ -319,7 +317,6 @@ FREE = {
 
 
 def test_what_is_counted() -> None:
-    """The pretended device counts what a real one would wait for, and nothing else."""
     x, chosen = torch.arange(4.0), torch.tensor([True, False, True, False])
     for expected, actions in ((1, WAITS), (0, FREE)):
         for name, action in actions.items():

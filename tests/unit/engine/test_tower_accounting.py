@@ -22,17 +22,6 @@ SIZES: dict[str, list[Any]] = {  # whole windows of 4 x 4 patches, one and sever
 } | {name: [(8, 12), (8, 8)] for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}  # fmt: skip
 
 
-def test_all_families_on_which_every_method_is_tested_are_known() -> None:
-    assert set(KNOWN) == set(FAMILIES)
-
-
-def test_a_config_with_fewer_patches_than_tokens_is_refused() -> None:
-    config = FAMILIES["gemma3"].build().config
-    config = type(config).from_dict(config.to_dict() | {"mm_tokens_per_image": 10**6})
-    with pytest.raises(UnsupportedModelError, match="more visual tokens than its vision tower has patches"):
-        TowerShape.from_config(config)
-
-
 @each("name", FAMILIES)
 def test_tower_flops_are_those_that_ran(name: str) -> None:
     family = FAMILIES[name]
@@ -62,9 +51,18 @@ def test_merging_saves_what_is_gone() -> None:
     assert first == embedding + attention < half < whole
 
 
-def test_a_family_without_a_closed_form_is_named() -> None:
-    config = FAMILIES["llava"].build().config
+@each(
+    ("name", "change", "message"),
+    [
+        ("llava", {"model_type": "mistral3"}, "mistral3"),
+        ("gemma3", {"mm_tokens_per_image": 10**6}, "more visual tokens than its vision tower has patches"),
+    ],
+)
+def test_configs_without_a_closed_form_are_refused(name: str, change: dict[str, Any], message: str) -> None:
+    assert set(KNOWN) == set(FAMILIES)
+    config = FAMILIES[name].build().config
     config = type(config).from_dict(config.to_dict())
-    config.model_type = "mistral3"
-    with pytest.raises(UnsupportedModelError, match="mistral3"):
+    for key, value in change.items():
+        setattr(config, key, value)
+    with pytest.raises(UnsupportedModelError, match=message):
         TowerShape.from_config(config)

@@ -32,15 +32,29 @@ def train(model: Any, inputs: Any, labels: torch.Tensor) -> tuple[Any, dict[str,
     return out, grads
 
 
+def start_checkpointing(model: Any, reentrant: bool) -> None:
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+
+
+def check_gradients(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float = 1e-4) -> None:
+    assert got.keys() == want.keys()
+    for name, grad in got.items():
+        assert grad.isfinite().all(), name
+        close(grad, want[name], tolerance)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_training(method: str, family: Family, model) -> None:
-    """Loss and gradients are those of the oracle, where a label's position and the one before it survive."""
     inputs = family.make_inputs(images=(2, 1))
     model.train()
     try:
         with tokenprune.patched(model, method, keep=0.3, record=True):
             model(**inputs)
             cuts = tokenprune.stats(model).cuts
+            # A label counts where its position and the position before it survive.
             alive = survivors(cuts[-1], inputs["input_ids"].shape[1])
             before = torch.nn.functional.pad(alive, (1, 0))[:, :-1]
             text = ~family.visual_mask(model, inputs)
@@ -52,10 +66,7 @@ def test_training(method: str, family: Family, model) -> None:
         model.eval()
     assert got.loss.isfinite() and got.logits.shape[:2] == labels.shape
     close(got.loss, want.loss)
-    assert grads.keys() == want_grads.keys()
-    for name, grad in grads.items():
-        assert grad.isfinite().all(), name
-        close(grad, want_grads[name], 1e-4)
+    check_gradients(grads, want_grads)
     # The images are learned from through what is left of them.
     assert any("vision" in name or "visual" in name for name, grad in grads.items() if grad.abs().max() > 0)
 
@@ -67,14 +78,12 @@ def test_training(method: str, family: Family, model) -> None:
 def test_gradient_checkpointing(name: str, method: Any, reentrant: bool) -> None:
     """The gradients are those without it; where hooks would run a second time, a cut inside the decoder refuses."""
     family = FAMILIES[name]
-    model, inputs = family.build(), family.make_inputs()
+    model, inputs = family.prepare()
     labels = inputs["input_ids"].masked_fill(family.visual_mask(model, inputs), -100)
     model.train()
     with tokenprune.patched(model, method, keep=0.5):
         want, want_grads = train(model, inputs, labels)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
+    start_checkpointing(model, reentrant)
     if method != "divprune" and "__call__" in GradientCheckpointingLayer.__dict__:
         with tokenprune.patched(model, method, keep=0.5):
             with pytest.raises(UnsupportedSetupError, match="gradient_checkpointing_disable"):
@@ -93,10 +102,7 @@ def test_gradient_checkpointing(name: str, method: Any, reentrant: bool) -> None
                 model(**others)
             got.loss.backward()
             close(got.loss, want.loss)
-            grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            assert grads.keys() == want_grads.keys()
-            for name, grad in grads.items():
-                close(grad, want_grads[name], 1e-4)
+            check_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, want_grads)
     assert got.past_key_values is None or not got.past_key_values.get_seq_length()  # nothing was cached
 
 
@@ -108,35 +114,27 @@ def test_gradient_checkpointing(name: str, method: Any, reentrant: bool) -> None
 )
 def test_gradient_checkpointing_adds_features_of_several_tower_layers(name: str, method: str, reentrant: bool) -> None:
     """The gradients are the same with and without checkpointing, although hooks of layers may run twice."""
-    family = ALL_FAMILIES[name]
-    model, inputs = family.build(), family.make_inputs(images=(2, 1))
+    model, inputs = ALL_FAMILIES[name].prepare(images=(2, 1))
     model.train()
 
     def gradients() -> dict[str, torch.Tensor]:
         model.zero_grad(set_to_none=True)
         torch.manual_seed(0)  # of dropout
         model(**inputs, use_cache=False).logits[:, -1].logsumexp(-1).sum().backward()
-        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     with tokenprune.patched(model, method, keep=0.5):
         want = gradients()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
+    start_checkpointing(model, reentrant)
     with tokenprune.patched(model, method, keep=0.5):
-        got = gradients()
-    assert got.keys() == want.keys()
-    for parameter, grad in got.items():
-        close(grad, want[parameter], 1e-5)
+        check_gradients(gradients(), want, 1e-5)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_of_llama4_is_refused(reentrant: bool) -> None:
     """Its layers scale queries by the positions of the kept tokens, which the second run does not know."""
-    family = ALL_FAMILIES["llama4"]
-    model, inputs = family.build(), family.make_inputs()
-    model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model, inputs = ALL_FAMILIES["llama4"].prepare()
+    start_checkpointing(model, reentrant)
     with (
         tokenprune.patched(model, "divprune", keep=0.5),
         pytest.raises(UnsupportedSetupError, match=r"llama4.*gradient_checkpointing_disable"),
@@ -145,9 +143,7 @@ def test_gradient_checkpointing_of_llama4_is_refused(reentrant: bool) -> None:
 
 
 def test_peft_like_training_of_a_part(build) -> None:
-    """Frozen weights with a few trainable ones behind the cut: the choice of tokens asks for no gradient."""
-    family = FAMILIES["internvl"]
-    model, inputs = family.build(), family.make_inputs()
+    model, inputs = FAMILIES["internvl"].prepare()
     model.requires_grad_(False)
     head = model.get_output_embeddings().weight.requires_grad_(True)
     with tokenprune.patched(model, ["divprune", "dart"], keep=0.5):
@@ -192,12 +188,8 @@ def test_projector_and_lora_learn_under_pruning(name: str, projector: str, metho
         with tokenprune.patched(model, method, keep=0.3):
             _, plain = train(adapted, inputs, labels)
             for reentrant in (True, False):
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-                model.enable_input_require_grads()
-                _, again = train(adapted, inputs, labels)
-                assert again.keys() == plain.keys()
-                for one, grad in again.items():
-                    close(grad, plain[one], 1e-4)
+                start_checkpointing(model, reentrant)
+                check_gradients(train(adapted, inputs, labels)[1], plain)
     adapted.save_pretrained(tmp_path)
     read = peft.PeftModel.from_pretrained(family.build(), tmp_path).eval()
     assert torch.equal(seen_logits(read, inputs, method), tuned)

@@ -12,16 +12,16 @@ import torch
 from transformers import StaticCache
 
 import tokenprune
-from exact_attention import exact_attention, rotary_scores, rotate
 from merging_models import SUPPORTED, image_arguments
-from merging_towers import FORMS, Merging, naive_decoder
+from merging_towers import FORMS, Merging, exact_attention, naive_decoder, rotary_scores, rotate
 from oracle import close, generate_logits
-from tests.unit.engine.test_cache import longer, words
-from tests.unit.tower.test_encoder import expected_sources, with_features
+from tests.unit.tower.test_encoder import expected_sources
 from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged
 from tokenprune.integrations.hf.forward.token_state import Layout
 from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.selection.method import Selection
+from tower_features import as_encoded
+from turns import longer, words
 from zoo import FAMILIES, HEAD_DIM, TEXT, Family
 
 BATCHES = {"ragged": {"images": (2, 1)}, "text beside": {"images": (0, 2)}, "right": {"padding": "right"}}
@@ -69,7 +69,6 @@ def check_against_loops(family: Family, model: Any, inputs: Any, form: str) -> N
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_equals_plain_loops(family: Family, build, form: str, attn: str) -> None:
-    """Logits and, layer by layer, keys and values, in the whole model."""
     check_against_loops(family, build(family, attn), family.make_inputs(images=(2, 1)), form)
 
 
@@ -80,7 +79,6 @@ def test_queries_and_keys_with_a_norm(form: str) -> None:
 
 
 YARN = dict(rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=128)
-
 
 OTHER_DECODERS = {
     "fused projections": ("phi3", {}),
@@ -94,7 +92,6 @@ OTHER_DECODERS = {
 @pytest.mark.parametrize("name", OTHER_DECODERS)
 @torch.no_grad()
 def test_other_decoders(name: str) -> None:
-    """Both forms agree, and are not what dropping the merged tokens gives."""
     kind, extra = OTHER_DECODERS[name]
     family = with_decoder(kind, **extra)
     model, inputs = family.build(), family.make_inputs(images=(2, 1))
@@ -184,15 +181,12 @@ def test_before_the_average_attention_is_that_of_the_full_prompt(family: Family,
     inputs, seen = family.make_inputs(images=(2, 1)), []
     # This hook comes before those of the patch.
     projection = model.model.language_model.layers[0].self_attn.o_proj
-    handle = projection.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    try:
+    with projection.register_forward_pre_hook(lambda m, args: seen.append(args[0])):
         with tokenprune.patched(model, Merging(), keep=0.5):
             model(**inputs)
             output = model.model.get_image_features(**image_arguments(inputs))
-        with with_features(model, output):
+        with as_encoded(model, {"image": output}):
             model(**inputs)
-    finally:
-        handle.remove()
     real = inputs["attention_mask"].bool()
     close(seen[0][real], seen[1][real])
 
@@ -248,7 +242,6 @@ def test_beams(build) -> None:
 
 @torch.no_grad()
 def test_a_kept_cache(family: Family, model) -> None:
-    """A second turn, text alone, equals one prompt of both."""
     inputs = family.make_inputs(images=(2, 1))
     more = words(2, 5)
     with tokenprune.patched(model, Merging(), keep=0.5):
@@ -262,8 +255,7 @@ def test_a_kept_cache(family: Family, model) -> None:
 @pytest.mark.parametrize("before", ["the same", "cut"])
 @torch.no_grad()
 def test_images_in_a_later_turn(build, before: str) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(padding=None)
+    model, inputs = FAMILIES["llava"].prepare(build, padding=None)
     half = inputs["input_ids"].shape[1]
     ids = inputs["input_ids"].repeat(1, 2)
     pixels = inputs["pixel_values"]
@@ -285,8 +277,7 @@ def test_images_in_a_later_turn(build, before: str) -> None:
 
 @torch.no_grad()
 def test_a_static_cache(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(padding=None)
+    model, inputs = FAMILIES["llava"].prepare(build, padding=None)
     cache = StaticCache(config=model.config.text_config, max_cache_len=80)
     with tokenprune.patched(model, Merging(), keep=0.5):
         close(model(**inputs, past_key_values=cache).logits, model(**inputs).logits)

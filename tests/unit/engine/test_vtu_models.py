@@ -17,9 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tokenprune
 from basics import snapshot
+from hooks import removed_after
 from merging_models import SUPPORTED
 from merging_towers import FORMS, Merging, naive_decoder
 from oracle import close, generate_logits, survivors
+from pruned import run_pruned
 from tokenprune import OptionError, UnsupportedSetupError
 from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
@@ -56,9 +58,7 @@ def in_layers(counter: FlopCounterMode) -> int:
 def test_the_work_shrinks_and_the_statistics_say_how_much(family: Family, build) -> None:
     model, inputs = build(family, "eager"), family.make_inputs(only=0)
     names = ["input_layernorm", "post_attention_layernorm", "mlp", *(f"self_attn.{x}_proj" for x in "qkvo")]
-    with tokenprune.patched(model, "tome", keep=0.5, record=True):
-        model(**inputs)
-        merged = tokenprune.stats(model)
+    merged = run_pruned(model, inputs, "tome", 0.5)[1]
     length, visual = inputs["input_ids"].shape[1], sum(inputs.counts[0])
     left = length - visual + merged.visual_tokens_out
     decoder = model.model.language_model
@@ -89,32 +89,22 @@ def test_the_work_shrinks_and_the_statistics_say_how_much(family: Family, build)
 
 
 @torch.no_grad()
-def test_unpatch_gives_the_same_model_back(family: Family, model) -> None:
+def test_unpatch_gives_the_same_model_back_and_copies_stay_patched(family: Family, model) -> None:
     inputs = family.make_inputs()
     before, was = model(**inputs).logits, snapshot(model)
     tokenprune.patch(model, Merging(), keep=0.5)
-    assert not torch.equal(model(**inputs).logits, before)
+    merged, twin = model(**inputs).logits, copy.deepcopy(model)
     tokenprune.unpatch(model)
-    assert snapshot(model) == was
-    assert torch.equal(model(**inputs).logits, before)
-
-
-@torch.no_grad()
-def test_a_deep_copy_works_on_its_own(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
-    with tokenprune.patched(model, Merging(), keep=0.5):
-        want = model(**inputs).logits
-        twin = copy.deepcopy(model)
-    assert torch.equal(twin(**inputs).logits, want)
+    assert snapshot(model) == was and not torch.equal(merged, before)
+    assert torch.equal(model(**inputs).logits, before) and torch.equal(twin(**inputs).logits, merged)
     tokenprune.unpatch(twin)
-    assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
+    assert torch.equal(twin(**inputs).logits, before)
 
 
 @torch.no_grad()
 def test_a_failing_forward_leaves_nothing_behind(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs, text = build(family), family.make_inputs(), family.make_inputs(images=(0, 0))
+    model, inputs = FAMILIES["llava"].prepare(build)
+    text = FAMILIES["llava"].make_inputs(images=(0, 0))
     before = model(**text).logits
     with tokenprune.patched(model, Merging(), keep=0.5):
         want = model(**inputs).logits
@@ -124,6 +114,20 @@ def test_a_failing_forward_leaves_nothing_behind(build) -> None:
         handle.remove()
         assert torch.equal(model(**text).logits, before)
         assert torch.equal(model(**inputs).logits, want)
+
+
+def test_calls_that_do_not_tell_the_groups_are_refused(build) -> None:
+    model, inputs = FAMILIES["llava"].prepare()
+    with tokenprune.patched(model, Merging(), keep=0.5):
+        with pytest.raises(UnsupportedSetupError, match="per-token argument 'per_layer_inputs'"):
+            model(**inputs, per_layer_inputs=torch.zeros(*inputs["input_ids"].shape, 2))
+        model.train()
+        model.model.language_model.gradient_checkpointing_enable()
+        with pytest.raises(UnsupportedSetupError, match="without the groups of merged tokens"):
+            model(**inputs)
+    with pytest.raises(UnsupportedSetupError, match="between decoder layers"):  # features of the tower enter there
+        tokenprune.patch(build(FAMILIES["qwen3_vl"]), Merging(), keep=0.5)
+    assert not tokenprune.is_patched(build(FAMILIES["qwen3_vl"]))
 
 
 @torch.no_grad()
@@ -148,7 +152,6 @@ def test_a_module_that_comes_between_is_not_fooled(build) -> None:
 
 
 def test_threads(build) -> None:
-    """Three threads, all of them inside an attention module at once."""
     family = FAMILIES["llava_next"]
     model = build(family)
     jobs = [family.make_inputs(seed=seed, images=images) for seed, images in enumerate([(2, 1), (0, 1), (0, 0)])]
@@ -159,12 +162,8 @@ def test_threads(build) -> None:
         handles = [
             layers[i].self_attn.v_proj.register_forward_pre_hook(lambda *_: (meet.wait(20), None)[1]) for i in (0, 2)
         ]
-        try:
-            with ThreadPoolExecutor(len(jobs)) as pool:
-                together = list(pool.map(lambda job: generate_logits(model, job, 3)[0], jobs))
-        finally:
-            for handle in handles:
-                handle.remove()
+        with removed_after(handles), ThreadPoolExecutor(len(jobs)) as pool:
+            together = list(pool.map(lambda job: generate_logits(model, job, 3)[0], jobs))
     for got, want in zip(together, alone, strict=True):
         assert torch.equal(got, want)
 
@@ -210,26 +209,20 @@ def test_nothing_may_prune_behind_it(build, other: str) -> None:
     assert snapshot(model) == was and not tokenprune.is_patched(model)
 
 
-@pytest.mark.parametrize("keep", [0.5, 1.0])
-@pytest.mark.parametrize("form", ["fast", "exact"])
-def test_unknown_forms(build, form: str, keep: float) -> None:
-    with pytest.raises(OptionError, match=f"vtu='{form}' is not an option. Use one of off, expanded.$"):
-        tokenprune.patch(build(FAMILIES["llava"]), Merging(vtu=form), keep=keep)
+def test_unknown_forms_and_models_without_a_decoder_are_refused(build) -> None:
+    for form in ("fast", "exact"):
+        for keep in (0.5, 1.0):
+            with pytest.raises(OptionError, match=f"vtu='{form}' is not an option. Use one of off, expanded.$"):
+                tokenprune.patch(build(FAMILIES["llava"]), Merging(vtu=form), keep=keep)
+    timm = pytest.importorskip("timm")
+    with pytest.raises(OptionError, match="vtu= needs a language model"):
+        tokenprune.patch(timm.create_model("test_vit", pretrained=False), Merging(), keep=0.5)
 
 
 def test_off_is_off(build) -> None:
-    model, inputs = build(FAMILIES["llava"]), FAMILIES["llava"].make_inputs()
-    with tokenprune.patched(model, "tome", keep=0.5):
-        want = model(**inputs).logits
-    with tokenprune.patched(model, [Merging(vtu="off"), "fastv"], keep=[0.5, 1.0]):
-        assert torch.equal(model(**inputs).logits, want)
-
-
-def test_models_without_a_decoder() -> None:
-    timm = pytest.importorskip("timm")
-    model = timm.create_model("test_vit", pretrained=False)
-    with pytest.raises(OptionError, match="vtu= needs a language model"):
-        tokenprune.patch(model, Merging(), keep=0.5)
+    model, inputs = FAMILIES["llava"].prepare(build)
+    want = run_pruned(model, inputs, "tome", 0.5)[0].logits
+    assert torch.equal(run_pruned(model, inputs, [Merging(vtu="off"), "fastv"], [0.5, 1.0])[0].logits, want)
 
 
 def test_unknown_decoders(build) -> None:
@@ -248,28 +241,6 @@ def test_unknown_decoders(build) -> None:
     assert snapshot(model) == was
 
 
-def test_gradient_checkpointing_is_refused(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
-    model.train()
-    model.model.language_model.gradient_checkpointing_enable()
-    with (
-        tokenprune.patched(model, Merging(), keep=0.5),
-        pytest.raises(UnsupportedSetupError, match="without the groups of merged tokens"),
-    ):
-        model(**inputs)
-
-
-def test_arguments_for_each_token_that_nobody_knows_are_refused(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
-    with (
-        tokenprune.patched(model, Merging(), keep=0.5),
-        pytest.raises(UnsupportedSetupError, match="per-token argument 'per_layer_inputs'"),
-    ):
-        model(**inputs, per_layer_inputs=torch.zeros(*inputs["input_ids"].shape, 2))
-
-
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 @torch.no_grad()
 def test_rotary_positions_of_three_axes(name: str, build) -> None:
@@ -286,9 +257,8 @@ def test_rotary_positions_of_three_axes(name: str, build) -> None:
             )
     seen: dict[str, Any] = {}
     decoder = model.model.language_model
-    handle = decoder.register_forward_pre_hook(lambda m, args, kwargs: seen.update(kwargs), with_kwargs=True)
-    model(**inputs)
-    handle.remove()
+    with decoder.register_forward_pre_hook(lambda m, args, kwargs: seen.update(kwargs), with_kwargs=True):
+        model(**inputs)
     embeds, visual = seen["inputs_embeds"].clone(), family.visual_mask(model, inputs)
     embeds[visual] = features
     positions = seen["position_ids"][-3:]
@@ -306,21 +276,11 @@ def test_rotary_positions_of_three_axes(name: str, build) -> None:
             close(logits[form][row, places], want)
 
 
-def test_features_that_enter_between_layers_are_refused(build) -> None:
-    model = build(FAMILIES["qwen3_vl"])
-    with pytest.raises(UnsupportedSetupError, match="between decoder layers"):
-        tokenprune.patch(model, Merging(vtu="expanded"), keep=0.5)
-    assert not tokenprune.is_patched(model)
-
-
 def test_it_is_an_option_of_dymu(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    model, inputs = FAMILIES["llava"].prepare(build, images=(2, 1))
     pixels = list(torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0)))
     found = calibrate(model, pixels, keep=0.5, progress=False)
-    with torch.no_grad(), tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, vtu="expanded"):
-        model(**inputs)
-        stats = tokenprune.stats(model)
+    stats = run_pruned(model, inputs, "dymu", 0.5, thresholds=found, vtu="expanded")[1]
     assert stats.visual_tokens_out < stats.visual_tokens_in
     assert stats.kv_bytes == stats.kv_bytes_full
     with pytest.raises(OptionError, match="vtu='both' must be 'off' or 'expanded'"):

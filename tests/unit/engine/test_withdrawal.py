@@ -12,26 +12,15 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from oracle import close, generate_logits, reduced
-from staged_methods import (
-    BATCHES,
-    ByContent,
-    Choose,
-    Stage,
-    Staged,
-    batch,
-    check,
-    every,
-    kind,
-    oracle,
-    visual_left,
-)
-from tests.unit.engine.test_cache import longer, words
+from oracle import reduced
+from pruned import run_pruned
+from staged_methods import BATCHES, ByContent, Choose, Stage, Staged, batch, check, every, kind, visual_left
 from tokenprune import Budget, Selection, Site, VisualTokens
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.sequence.segments import KeptTokens, drop_tokens
 from tokenprune.selection.apply import validate_selection
 from tokenprune.selection.segments import Segments
+from turns import check_turns
 from zoo import FAMILIES, Family
 
 
@@ -72,9 +61,7 @@ def test_all_visual_tokens_are_withdrawn(family: Family, batch: str, counted: bo
     cuts = check(family, model, Withdraws(2, nothing), inputs)
     (cut,) = cuts
     assert not any(visual_left(family, model, inputs, cut))
-    with torch.no_grad(), tokenprune.patched(model, Withdraws(2, nothing), keep=0.5):
-        model(**inputs)
-        stats = tokenprune.stats(model)
+    stats = run_pruned(model, inputs, Withdraws(2, nothing), 0.5)[1]
     assert stats.visual_tokens_out == 0 and stats.keep_ratio == 0
     assert stats.visual_tokens_per_layer[:2] == [stats.visual_tokens_in] * 2
     assert not any(stats.visual_tokens_per_layer[2:])
@@ -84,7 +71,6 @@ def test_all_visual_tokens_are_withdrawn(family: Family, batch: str, counted: bo
 @kind
 @pytest.mark.parametrize("batch", ["ragged", "ragged right", "text beside"])
 def test_one_image_of_several_is_withdrawn(family: Family, batch: str, build: Any) -> None:
-    """Later stages see those that are left, and what was remembered of them."""
     model, inputs = build(family), family.make_inputs(**BATCHES[batch])
     seen = []
 
@@ -112,7 +98,6 @@ def test_one_image_of_several_is_withdrawn(family: Family, batch: str, build: An
 
 @kind
 def test_a_row_without_images_left_stands_beside_others(family: Family, build: Any) -> None:
-    """A batch gives what its rows give alone."""
     model = build(family)
     kept = {}
 
@@ -159,8 +144,7 @@ def test_budgets_are_solved_for_what_is_left(build: Any) -> None:
 
 
 def test_a_method_that_may_not_withdraw_is_refused(build: Any) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    model, inputs = FAMILIES["llava"].prepare(build, images=(2, 1))
     with tokenprune.patched(model, ByContent(1, images_of(0)), keep=0.5), pytest.raises(TokenPruneError, match="least"):
         model(**inputs)
 
@@ -208,12 +192,8 @@ def test_padding_points_at_a_token_that_is_left() -> None:
     left = drop_tokens(segments_of([4, 4, 3]), KeptTokens(keep, [2, 0, 1]))
     assert left.position.tolist() == [[4, 6], [13, 13]] and left.mask.tolist() == [[True, True], [True, False]]
     assert left.counts == [2, 1] and left.ordinal == [0, 2] and left.row == [0, 0]
-
-
-def test_nothing_is_left_of_anything() -> None:
-    keep = torch.zeros(2, 3, dtype=torch.bool)
-    left = drop_tokens(segments_of([3, 2]), KeptTokens(keep, [0, 0]))
-    assert len(left) == 0 and left.position.shape == (0, 0) and left.grids == []
+    empty = drop_tokens(segments_of([3, 2]), KeptTokens(torch.zeros(2, 3, dtype=torch.bool), [0, 0]))
+    assert len(empty) == 0 and empty.position.shape == (0, 0) and empty.grids == []
 
 
 def test_counts_that_a_method_tells_are_checked_where_no_device_is_asked() -> None:
@@ -235,22 +215,8 @@ def test_a_second_turn_behind_a_withdrawal(family: Family, images: tuple[int, ..
     """The cache holds the image in the layers before the cut, and nothing of it behind."""
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     method = Staged((Withdraws(2, images_of(*images)), ByContent(3, every(2))))
-    more = words(len(inputs["input_ids"]), 4)
-
-    def talk(forced: list) -> tuple[list[Tensor], list[Tensor]]:
-        first, tokens, out = generate_logits(model, inputs, 3, tokens=forced[0])
-        turn = longer(inputs, family, out.sequences, more)
-        second, later, _ = generate_logits(model, turn, 3, tokens=forced[1], past_key_values=out.past_key_values)
-        return [first, second], [tokens, later]
-
-    with tokenprune.patched(model, method, keep=0.5, record=True):
-        got, tokens = talk([None] * 2)
-        cuts = tokenprune.stats(model).cuts
+    cuts = check_turns(family, model, inputs, method, 0.5, steps=(3, 3)).cuts
     assert [cut.layer for cut in cuts] == ([2, 3] if images else [2])
-    with oracle(family)(family, model, cuts, inputs["input_ids"].shape[1]):
-        want, _ = talk(tokens)
-    for one, other in zip(got, want, strict=True):
-        close(one, other)
 
 
 @torch.no_grad()
@@ -266,8 +232,7 @@ def test_beams_behind_a_withdrawal(build: Any) -> None:
 
 
 def test_gradients_flow_to_what_is_left(build: Any) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = family.build(), family.make_inputs(images=(2, 1))
+    model, inputs = FAMILIES["llava"].prepare(images=(2, 1))
     with tokenprune.patched(model, Staged((Withdraws(1, images_of(0)), ByContent(2, every(2)))), keep=0.5):
         model.train()
         loss = model(**inputs).logits[:, -3:].float().logsumexp(-1).sum()

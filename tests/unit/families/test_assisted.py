@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every model type with an assistant of its own weights: the answer is its own greedy one, or the type is refused by
-name."""
+"""Every model type with a draft of its own weights, and with a cache of features: equal answers, or refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import tokenprune
 from families import FAMILIES, STATEFUL
-from tokenprune import UnsupportedModelError
+from tokenprune import UnsupportedModelError, UnsupportedSetupError
 from zoo import Family
 
 # Their `generate` is their own. LFM2's layers carry a state that can take tokens back.
@@ -27,7 +26,6 @@ def family(request: pytest.FixtureRequest) -> Iterator[Family]:
 
 @torch.no_grad()
 def test_the_answer_is_the_models_own(family: Family, model) -> None:
-    """Of a prompt with two images. The draft has every weight of the model, and sees few of the visual tokens."""
     if family.name in REFUSED:
         with pytest.raises(UnsupportedModelError, match=f"'{family.kind}'"):
             tokenprune.assistant(model, "divprune", keep=0.3)
@@ -47,3 +45,23 @@ def test_the_answer_is_the_models_own(family: Family, model) -> None:
     assert torch.equal(got, want)
     assert stats.visual_tokens_in == sum(map(sum, inputs.counts))  # the draft is not blind
     assert stats.visual_tokens_out <= 0.4 * stats.visual_tokens_in
+
+
+ELSEWHERE = {"blip-2", "instructblip", "instructblipvideo"}  # their language model is handed embeddings
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_an_image_that_was_encoded_before_gives_the_same_bits(name: str, build: Callable) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(1, 1))
+    if family.kind in ELSEWHERE:
+        with pytest.raises(UnsupportedSetupError, match="feature_cache"):
+            tokenprune.patch(model, "divprune", keep=0.5, feature_cache=2**24)
+        return
+    with tokenprune.patched(model, "divprune", keep=0.5):
+        want = model(**inputs).logits
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=2**24):
+        assert all(torch.equal(model(**inputs).logits, want) for _ in range(2))
+        found = tokenprune.feature_cache(model).counts()
+        assert found.hits == found.misses == found.entries > 0 == found.not_kept

@@ -23,6 +23,7 @@ from each import each
 from families import FAMILIES, REFUSED, RETRIEVERS, STATEFUL
 from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
+from pruned import run_pruned
 from tokenprune import Pruner, Selection, Site, TokenPruneError, UnsupportedModelError, VisualTokens
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import get_adapter
@@ -142,7 +143,6 @@ def check_survivors(cuts: list[Any], inputs: Any, family: Family, model: Any) ->
 
 
 def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> None:
-    """Methods inside the tower refuse what the table does not name; those that read it, where patches are not known."""
     refused = [] if "IN_ENCODER" in list_tested_sites(families.SUPPORTED[family.kind]) else ["tome", "dymu"]
     refused += [] if families.SUPPORTED[family.kind].patches else READ_THE_TOWER
     refused += [] if families.SUPPORTED[family.kind].tower_rows == "all images" else ["pixelprune"]
@@ -154,16 +154,13 @@ def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> No
 
 @torch.no_grad()
 def test_units_leave_the_tower_where_the_table_says(family: Family, model) -> None:
-    """docs/reference/families.md has the same answers, and says of the others that they are refused."""
     drop = tokenprune.method("towerdrop", layer=1)
     if find_unsupported_reason(drop, family.kind, config=get_adapter(model).config) is not None:
         with pytest.raises(TokenPruneError, match=family.kind):
             tokenprune.patch(model, drop, keep=0.3)
         return
     inputs = family.make_inputs(images=(2, 1))
-    with tokenprune.patched(model, drop, keep=0.3, guard="off"):
-        model(**inputs)
-        first, *_, last = tokenprune.stats(model).encoder_tokens_per_layer
+    first, *_, last = run_pruned(model, inputs, drop, 0.3, guard="off")[1].encoder_tokens_per_layer
     assert last < 0.6 * first
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ from basics import snapshot
 from each import each
 from families import STATEFUL
 from families.special import FAMILIES
-from only_kept import only_kept
-from oracle import close, generate_logits, reduced, survivors
-from tests.unit.engine.test_cache import longer, words
+from oracle import close, survivors
+from pruned import check_forward, check_generation, run_pruned
 from tokenprune import OptionError, Pruner, UnsupportedModelError
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
+from turns import check_turns, words
 from zoo import Family
 
 METHODS = ["random", "fastv"]
@@ -32,10 +32,6 @@ SHARED_KEYS = ["gemma3n", "gemma4"]
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
-
-
-def oracle(family: Family) -> Any:
-    return only_kept if family.name in STATEFUL else reduced
 
 
 @dataclass(frozen=True)
@@ -72,82 +68,40 @@ class NextProbe(Probe):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_generate(family: Family, model, method: str, batch: str) -> None:
-    inputs = family.make_inputs(**BATCHES[batch])
-    with tokenprune.patched(model, method, keep=0.3, record=True):
-        got, tokens, _ = generate_logits(model, inputs, 3)
-        cuts = tokenprune.stats(model).cuts
-    with oracle(family)(family, model, cuts, inputs["input_ids"].shape[1]):
-        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
-    close(got, want)
+    check_generation(family, model, family.make_inputs(**BATCHES[batch]), method, 0.3)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_second_turn(family: Family, model, method: str) -> None:
-    """A kept cache goes on: positions do not slide, states are those of the kept tokens."""
-    inputs = family.make_inputs(images=(2, 1))
-    more = words(len(inputs["input_ids"]), 4)
-
-    def talk(forced: list) -> list[tuple[Tensor, Tensor]]:
-        first, tokens, out = generate_logits(model, inputs, 2, tokens=forced[0])
-        turn = longer(inputs, family, out.sequences, more)
-        second, later, _ = generate_logits(model, turn, 2, tokens=forced[1], past_key_values=out.past_key_values)
-        return [(first, tokens), (second, later)]
-
-    with tokenprune.patched(model, method, keep=0.4, record=True):
-        got = talk([None, None])
-        cuts = tokenprune.stats(model).cuts
-    with oracle(family)(family, model, cuts, inputs["input_ids"].shape[1]):
-        want = talk([tokens for _, tokens in got])
-    for (one, _), (other, _) in zip(got, want, strict=True):
-        close(one, other)
+    check_turns(family, model, family.make_inputs(images=(2, 1)), method)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in STATEFUL])
-@torch.no_grad()
 def test_eager_attention(name: str, build) -> None:
     family = FAMILIES[name]
-    model, inputs = build(family, "eager"), family.make_inputs(images=(2, 1))
-    with tokenprune.patched(model, "fastv", keep=0.3, record=True):
-        got = model(**inputs).logits
-        cuts = tokenprune.stats(model).cuts
-    alive = survivors(cuts[-1], inputs["input_ids"].shape[1])
-    with reduced(family, model, cuts, alive.shape[1]):
-        want = model(**inputs).logits
-    close(got[alive], want[alive])
+    check_forward(family, build(family, "eager"), family.make_inputs(images=(2, 1)), "fastv", 0.3)
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @pytest.mark.parametrize("name", sorted(STATEFUL & FAMILIES.keys()))
 def test_cuts_before_layers_of_any_kind(name: str, layer: int, build) -> None:
-    """A cut at the input of a layer with a state, or of one that attends: what comes behind never had the tokens."""
     family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(images=(2, 1))
-    with tokenprune.patched(model, Probe(layer=layer), keep=0.3, record=True):
-        got, tokens, _ = generate_logits(model, inputs, 3)
-        cuts = tokenprune.stats(model).cuts
-    with only_kept(family, model, cuts, inputs["input_ids"].shape[1]):
-        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
-    close(got, want)
+    check_generation(family, build(family), family.make_inputs(images=(2, 1)), Probe(layer=layer), 0.3)
 
 
 @pytest.mark.parametrize("name", sorted(STATEFUL & FAMILIES.keys()))
 @torch.no_grad()
 def test_a_state_is_not_that_of_masked_tokens(name: str, build) -> None:
-    """Zeros in the place of tokens are no substitute for leaving them out: the oracle can tell."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(1, 1), padding=None)
-    with tokenprune.patched(model, "random", keep=0.3, record=True):
-        got = model(**inputs).logits
-        (cut,) = tokenprune.stats(model).cuts
-    alive = survivors(cut, inputs["input_ids"].shape[1])
-    handles = [
-        model.get_submodule(family.decoder).register_forward_pre_hook(
-            lambda module, args, kwargs: (args, kwargs | {"attention_mask": alive.long()}), with_kwargs=True
-        )
-    ]
+    output, stats = run_pruned(model, inputs, "random", 0.3)
+    alive = survivors(stats.cuts[0], inputs["input_ids"].shape[1])
+    handle = model.get_submodule(family.decoder).register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"attention_mask": alive.long()}), with_kwargs=True
+    )
     masked = model(**inputs).logits
-    handles[0].remove()
-    assert (masked[alive] - got[alive]).abs().max() > 1e-3
+    handle.remove()
+    assert (masked[alive] - output.logits[alive]).abs().max() > 1e-3
 
 
 @each("name", sorted(STATEFUL & FAMILIES.keys()))
@@ -175,27 +129,16 @@ def test_shared_keys(name: str, build) -> None:
             tokenprune.patch(model, "dart", keep=0.3, layer=layer)
     assert snapshot(model) == was
     methods = ["random", tokenprune.method("dart", layer=1), Probe(layer=4)]
-    with tokenprune.patched(model, methods, keep=0.6, record=True):
-        got, tokens, _ = generate_logits(model, inputs, 12)  # beyond the window
-        cuts = tokenprune.stats(model).cuts
-    assert [cut.layer for cut in cuts] == [0, 1, 4]
-    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
-        want, _, _ = generate_logits(model, inputs, 12, tokens=tokens)
-    close(got, want)
+    _, _, stats = check_generation(family, model, inputs, methods, 0.6, steps=12)  # beyond the window
+    assert [cut.layer for cut in stats.cuts] == [0, 1, 4]
 
 
 @pytest.mark.parametrize("name", ["llama4", "exaone4_5", "gemma4_bidirectional", "muse_glimmer"])
 def test_windows_are_measured_in_the_full_prompt(name: str, build) -> None:
     """Decoding goes on beyond windows, and across the border of a chunk."""
     family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(images=(2, 1))
     for method in ("random", "dart"):
-        with tokenprune.patched(model, method, keep=0.3, record=True):
-            got, tokens, _ = generate_logits(model, inputs, 20)
-            cuts = tokenprune.stats(model).cuts
-        with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
-            want, _, _ = generate_logits(model, inputs, 20, tokens=tokens)
-        close(got, want)
+        check_generation(family, build(family), family.make_inputs(images=(2, 1)), method, 0.3, steps=20)
 
 
 # Not where images see both ways: unpatched, transformers 5.19 loses that sight with a kept cache.
@@ -230,8 +173,7 @@ def test_a_second_image_with_a_kept_cache(name: str, method: Method, build) -> N
 @torch.no_grad()
 def test_methods_see_the_features_of_granite(build) -> None:
     """Granite's decoder is handed zeros where images are; a method at its entry sees what comes first into them."""
-    family = FAMILIES["granite4_vision"]
-    model, inputs = build(family), family.make_inputs(rows=1)
+    model, inputs = FAMILIES["granite4_vision"].prepare(build, rows=1)
     features = model.get_image_features(inputs["pixel_values"], inputs["image_sizes"]).deepstack_features
     first = dict(features)[0][0]
     EntryProbe.saw.clear()
@@ -267,8 +209,7 @@ def test_a_model_that_prunes_itself_is_refused(build) -> None:
 @torch.no_grad()
 def test_a_decoder_that_takes_images(build) -> None:
     """Chameleon merges images inside its decoder: from pixels, features or beside embeddings, they are the same."""
-    family = FAMILIES["chameleon"]
-    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    model, inputs = FAMILIES["chameleon"].prepare(build, images=(2, 1))
     pixels, ids = (
         inputs["pixel_values"],
         {"input_ids": None, "inputs_embeds": model.model.embed_tokens(inputs["input_ids"])},

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -23,16 +22,7 @@ from tokenprune.models import families
 from tokenprune.models.families import Family, get_config_family
 
 NEW = "made_up"
-
-
-@pytest.fixture(autouse=True)
-def tables() -> Iterator[None]:
-    """Take back all that a test registers."""
-    rows, adapters = dict(families.FAMILIES), dict(registry.ADAPTERS)
-    yield
-    for table, before in ((families.FAMILIES, rows), (registry.ADAPTERS, adapters)):
-        table.clear()
-        table.update(before)
+pytestmark = pytest.mark.usefixtures("restored_registries")
 
 
 @pytest.fixture

@@ -14,9 +14,10 @@ import tokenprune
 from basics import snapshot
 from families.qformer import FAMILIES, QUERIES
 from oracle import close, generate_logits, reduced, survivors
-from tests.unit.engine.test_cache import longer, words
+from pruned import check_generation
 from tokenprune import Budget, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.errors import PlaceholderMismatchError
+from turns import check_turns, words
 from zoo import BOS, IMAGE, VIDEO, Family
 
 METHODS = ["random", "fastv", "pool"]
@@ -39,17 +40,11 @@ def cuts_of(model: Any, method: str = "random", keep: float = 0.3, **inputs: Any
 @pytest.mark.parametrize("batch", [{"only": 0}, {"images": (2, 1), "padding": None}], ids=["one row", "no padding"])
 def test_generate(family: Family, build, method: str, attn: str, batch: dict) -> None:
     model, inputs = build(family, attn), family.make_inputs(**batch)
-    with tokenprune.patched(model, method, keep=0.3, record=True):
-        got, tokens, _ = generate_logits(model, inputs, 3)
-        cuts = tokenprune.stats(model).cuts
-    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
-        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
-    close(got, want)
+    check_generation(family, model, inputs, method, 0.3)
 
 
 @pytest.mark.parametrize("method", ["divprune", "fastv", "pool"])
 def test_beams(family: Family, model, method: str) -> None:
-    """Beams see the tokens that their prompt keeps: of the two images of a row, each its own."""
     inputs = family.make_inputs(images=(2, 1))
     options = dict(max_new_tokens=4, num_beams=3, output_scores=True, return_dict_in_generate=True)
     with tokenprune.patched(model, method, keep=0.3, record=True):
@@ -66,26 +61,11 @@ def test_beams(family: Family, model, method: str) -> None:
 def test_second_turn(family: Family, model, method: str) -> None:
     """These models take images in every call; what the cache holds of them already is not cut again."""
     inputs = family.make_inputs(images=(2, 1))
-    more = words(len(inputs["input_ids"]), 4)
     images = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
-
-    def talk(forced: list) -> list:
-        first, tokens, out = generate_logits(model, inputs, 2, tokens=forced[0])
-        turn = longer(inputs, family, out.sequences, more) | images
-        second, later, _ = generate_logits(model, turn, 2, tokens=forced[1], past_key_values=out.past_key_values)
-        return [(first, tokens), (second, later)]
-
-    with tokenprune.patched(model, method, keep=0.4, record=True):
-        got = talk([None, None])
-        cuts = tokenprune.stats(model).cuts
-    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
-        want = talk([tokens for _, tokens in got])
-    for (one, _), (other, _) in zip(got, want, strict=True):
-        close(one, other)
+    check_turns(family, model, inputs, method, **images)
 
 
 def test_a_image_in_a_later_turn(family: Family, model) -> None:
-    """The second image alone is new, and cut."""
     inputs = family.make_inputs(images=(2,))
     ids, places = inputs["input_ids"], family.visual_mask(model, inputs)[0].nonzero().flatten()
     split = int(places[len(places) // 2]) - 1
@@ -210,8 +190,7 @@ def test_encoders_as_language_models_are_refused(kind: str) -> None:
 
 @torch.no_grad()
 def test_the_language_model_alone_runs_after_an_interrupted_call() -> None:
-    family = FAMILIES["blip-2"]
-    model, inputs = family.build(), family.make_inputs()
+    model, inputs = FAMILIES["blip-2"].prepare()
     embeds = torch.randn(1, 4, model.language_model.config.hidden_size)
     want = model.language_model(inputs_embeds=embeds).logits
 

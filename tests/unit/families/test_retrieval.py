@@ -18,6 +18,7 @@ from each import each
 from families import FAMILIES, REFUSED
 from families.retrieval import RETRIEVERS, Retriever
 from oracle import close, reduced, survivors
+from pruned import run_pruned
 from tokenprune import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.models.families import SUPPORTED
 from tokenprune.models.families.tested import list_tested_sites
@@ -73,9 +74,7 @@ def test_keep_all_is_bit_equal(retriever: Retriever, model: Any, batch: str) -> 
 def test_equals_masking(retriever: Retriever, model: Any, method: str, batch: str) -> None:
     """Kept rows are vectors of the masked model; all others are zeros, and `kept` says which."""
     inputs = retriever.pages(**BATCHES[batch])
-    with tokenprune.patched(model, method, keep=0.3, record=True):
-        output = model(**inputs)
-        stats = tokenprune.stats(model)
+    output, stats = run_pruned(model, inputs, method, 0.3)
     length = inputs["input_ids"].shape[1]
     assert output.embeddings.shape[:2] == output.kept.shape == (len(inputs["input_ids"]), length)
     alive = torch.stack([survivors(cut, length) for cut in stats.cuts]).all(0)

@@ -59,7 +59,6 @@ def asked(processor: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def test_a_method_on_pixels_acts(processor: Any) -> None:
-    """The answer is the unpatched model's to the smaller image."""
     model, whole = minimax(), asked(processor)
     with tokenprune.patched(model, "downsample", keep=0.25, processor=processor):
         inputs = asked(processor)

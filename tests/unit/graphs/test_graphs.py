@@ -92,7 +92,7 @@ def test_rows(build: Any) -> None:
     ]
     with tokenprune.patched(model, "divprune", keep=0.4):
         want, *ragged_want = (generate(model, inputs) for inputs in (even, *ragged))
-    with tokenprune.patched(model, "divprune", keep=0.4, graphs=Graphs(step=256)):
+    with tokenprune.patched(model, "divprune", keep=0.4, graphs=Graphs(step=256, decode=False)):
         for _ in range(2):
             same(generate(model, even), want)
         for inputs, wanted in zip(ragged, ragged_want, strict=True):  # a shorter prompt after a longer one
@@ -159,7 +159,7 @@ def test_stale(build: Any) -> None:
     family = FAMILIES["llava"]
     model, inputs = copy.deepcopy(build(family)), family.make_inputs(images=(1,))
     layers = model.model.language_model.layers
-    tokenprune.patch(model, "divprune", keep=0.4, graphs=True)
+    tokenprune.patch(model, "divprune", keep=0.4, graphs=Graphs(decode=False))
 
     def compare(captured: int) -> None:
         for _ in range(2):
@@ -218,17 +218,17 @@ def test_masks_of_an_earlier_prompt(build: Any) -> None:
 def test_bounds(build: Any) -> None:
     """The graph that was used last longest ago goes first, by number and by bytes; unpatching frees all."""
     model = build(FAMILIES["llava"])
-    tokenprune.patch(model, "divprune", graphs=Graphs(step=16, max_graphs=2))
+    tokenprune.patch(model, "divprune", graphs=Graphs(step=16, max_graphs=2, decode=False))
     part = next(part for part in tokenprune.api.get_attachment(model).engine.parts if hasattr(part, "buckets"))
     try:
         warm_up(model, [10, 30, 10, 50])
         assert counts(model).captured == 3 and len(part.buckets) == 2
         warm_up(model, [10])
         assert counts(model).captured == 3  # 30 left
-        part.buckets.graphs = Graphs(step=16, bytes=part.buckets.bytes)
+        part.buckets.graphs = Graphs(step=16, decode=False, bytes=part.buckets.bytes)
         warm_up(model, [50, 70])
         assert len(part.buckets) == 1  # 50 and 10 left
-        part.buckets.graphs = Graphs(step=16, bytes=1)
+        part.buckets.graphs = Graphs(step=16, decode=False, bytes=1)
         warm_up(model, [90, 90])
         assert any("bytes is more than bytes=1" in reason for reason in counts(model).misses)
     finally:
@@ -239,7 +239,7 @@ def test_bounds(build: Any) -> None:
 def test_warm_up(build: Any) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(1,))
-    with tokenprune.patched(model, "divprune", keep=1.0, graphs=True):
+    with tokenprune.patched(model, "divprune", keep=1.0, graphs=Graphs(decode=False)):
         warm_up(model, [inputs["input_ids"].shape[1], 100])
         assert counts(model).captured == 2
         for _ in range(2):
@@ -259,7 +259,7 @@ def test_threads(build: Any) -> None:
     def ask(number: int) -> None:
         got[number] = [generate(model, prompts[number]) for _ in range(4)]
 
-    with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
+    with tokenprune.patched(model, "divprune", keep=0.4, graphs=Graphs(decode=False)):
         generate(model, prompts[0])
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
         for thread in threads:
@@ -376,7 +376,7 @@ def test_something_else_between_layers(build: Any) -> None:
 def test_refusals(build: Any) -> None:
     model = build(FAMILIES["llava"])
     for wrong in ("yes", 1, Graphs):
-        with pytest.raises(OptionError, match="must be True, False or a"):
+        with pytest.raises(OptionError, match='must be True, False, "auto" or a'):
             tokenprune.patch(model, graphs=wrong)
     too_short = {"step": 64, "max_tokens": 32}
     for fields in ({"step": 0}, {"max_tokens": 1.5}, too_short, {"max_graphs": True}, {"static": 1}):

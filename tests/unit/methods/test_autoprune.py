@@ -72,7 +72,6 @@ def test_all_slopes_meet_budget(cuts: int | None, share: float) -> None:
 
 
 def test_question_distributes_budget_over_layers(build: Any) -> None:
-    """Compare counts and selection per row of a batch."""
     spent: list[tuple[int, int]] = []
 
     def naive(seen: Arrived) -> list[int]:

@@ -154,7 +154,6 @@ def test_invalid_files_are_rejected(tmp_path: Path) -> None:
 
 
 def test_fit_and_show_commands(tmp_path: Path) -> None:
-    """On the shipped model, the fitted file works in `show` with the method's name only."""
     for name, kind in (("d2pruner", "attention prior"), ("fitprune", "recipes")):
         out = tmp_path / f"{name}.safetensors"
         said = call("fit", name, "--limit", "2", "--out", str(out)).output

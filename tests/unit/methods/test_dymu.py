@@ -14,11 +14,12 @@ import tokenprune
 from each import each
 from made_up_thresholds import TAUS, by_hand, tower_shape
 from merging_models import SUPPORTED, blocks_of, tower_of
+from naive_towers import InputImage
 from oracle import close
 from tests.unit.tower.test_encoder import tiles, tokens_in_mlps
 from tokenprune import BudgetError, OptionError
 from tokenprune.integrations.hf.sequence.record import get_record
-from tokenprune.kernels.merging import best_partners, bipartite_match, ragged_merge, threshold_match
+from tokenprune.kernels.merging import threshold_match
 from tokenprune_bench.calibration import Thresholds, calibrate
 from zoo import FAMILIES, Family
 
@@ -55,44 +56,6 @@ def naive_match(keys: Tensor, tau: float, protected: int, limit: int | None = No
     above = sum(score > tau for score, _, _ in naive_scores(keys, protected))
     r = min(above, (len(keys) - protected) // 2, len(keys) if limit is None else limit)
     return naive_groups(keys, r, protected) if r else [[token] for token in range(len(keys))]
-
-
-class InputImage:
-    """One image on its way through a tower, token by token."""
-
-    def __init__(self, tower: Any, pixels: Tensor) -> None:
-        embedded = tower.embeddings(pixels[None])
-        self.protected = int(hasattr(tower, "pre_layrnorm"))
-        self.x = (tower.pre_layrnorm(embedded) if self.protected else embedded)[0]
-        self.groups = [[place] for place in range(len(self.x))]
-
-    def attend(self, block: Any, proportional: bool = True) -> Tensor:
-        """Add the attention; returns its keys, mean over the heads."""
-        at, h = block.self_attn, block.layer_norm1(self.x)
-        q, k, v = (
-            p(h).view(len(h), at.num_heads, at.head_dim).transpose(0, 1) for p in (at.q_proj, at.k_proj, at.v_proj)
-        )
-        logits = q @ k.transpose(1, 2) * at.head_dim**-0.5
-        if proportional:
-            logits = logits + self.weight().log()
-        self.x = self.x + at.out_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
-        return k.mean(0)
-
-    def weight(self) -> Tensor:
-        return torch.tensor([float(len(group)) for group in self.groups])
-
-    def finish(self, block: Any, joined: list[list[int]]) -> None:
-        """Merge, and add the MLP."""
-        weight = self.weight()
-        self.x = torch.stack([(self.x[m] * weight[m, None]).sum(0) / weight[m].sum() for m in joined])
-        self.groups = [[i for member in members for i in self.groups[member]] for members in joined]
-        self.x = self.x + block.mlp(block.layer_norm2(self.x))
-
-    def grid(self) -> Tensor:
-        grid = self.x.new_empty(sum(map(len, self.groups)), self.x.shape[1])
-        for feature, group in zip(self.x, self.groups, strict=True):
-            grid[group] = feature
-        return grid
 
 
 def mixed(model: Any) -> Tensor:
@@ -144,40 +107,12 @@ def test_merge_matches_naive_loop(n: int, protected: int, padding: int) -> None:
                 last = gone
 
 
-def test_padding_does_not_change_rows() -> None:
-    g = torch.Generator().manual_seed(1)
-    keys, x, size = torch.randn(4, 15, 4, generator=g), torch.randn(4, 15, 3, generator=g), torch.ones(4, 15)
-    counts = [15, 9, 12, 4]
-    merge = threshold_match(keys, counts, threshold=0.5, protected=1)
-    assert len(set(merge.num_kept)) > 2
-    for row, count in enumerate(counts):
-        alone = threshold_match(keys[row : row + 1, :count], None, threshold=0.5, protected=1)
-        left = merge.num_kept[row]
-        if alone is None:
-            assert left == count
-            continue
-        assert alone.num_kept == [left] and alone.num_merged is None
-        assert torch.equal(merge.assign[row, :count], alone.assign[0])
-        assert torch.equal(
-            merge.mean(x, size)[row, :left], alone.mean(x[row : row + 1, :count], size[row : row + 1, :count])[0]
-        )
-
-
 def test_duplicates_merge_first() -> None:
     keys = torch.randn(1, 12, 4, generator=torch.Generator().manual_seed(0))
     keys[0, 6], keys[0, 4] = keys[0, 9], 2 * keys[0, 5]
     merge = threshold_match(keys, None, threshold=0.9999, protected=1)
     assert sorted(merge.source[0].tolist()) == [4, 6]
     assert sorted(merge.keep.gather(1, merge.target)[0].tolist()) == [5, 9]
-
-
-def test_same_pairs_as_fixed_count() -> None:
-    """With equal numbers in all rows this is ToMe's merge."""
-    keys = torch.randn(3, 13, 4, generator=torch.Generator().manual_seed(0))
-    best, partner = best_partners(keys, 1)
-    fixed, ragged = bipartite_match(keys, 4, 1), ragged_merge(best, partner, [4] * 3, 1, [13] * 3)
-    assert torch.equal(fixed.assign, ragged.assign) and ragged.num_merged is None
-    assert ragged_merge(best, partner, [0] * 3, 1, [13] * 3) is None
 
 
 # -- the tower ---------------------------------------------------------------------------------------------------------
@@ -318,7 +253,6 @@ def test_exact_matches_thresholds_at_same_count(build) -> None:
 
 @torch.no_grad()
 def test_exact_in_the_decoder(build) -> None:
-    """Every image of a batch brings the same number of tokens, also in `generate`."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     inputs["pixel_values"][0] = 0.3

@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 import tokenprune
 from each import each
 from made_up_thresholds import TAUS, by_hand, tower_shape
-from merging_models import SUPPORTED, image_arguments, tower_of
-from oracle import close, generate_logits, reduced, survivors
-from tests.unit.tower.test_encoder import BATCHES, expected_sources, with_features
+from merging_models import SUPPORTED, tower_of
+from tests.unit.tower.test_encoder import BATCHES, expected_sources
 from tokenprune import Budget, BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.kernels.merging import max_merges
@@ -26,6 +25,7 @@ from tokenprune.selection.files import File
 from tokenprune_bench.calibration import Thresholds
 from tokenprune_bench.profiling.model import load_model
 from tokenprune_demo.heldout import load_heldout
+from tower_features import check_decoder, run_patched
 from zoo import FAMILIES, Family
 
 
@@ -44,33 +44,12 @@ def test_decoder_sees_one_token_per_group(family: Family, model, batch: str, met
     inputs = family.make_inputs(**BATCHES[batch])
     inputs["pixel_values"].flatten(0, -4)[0] = 0.3  # a simple image or tile beside detailed ones
     dymu = tokenprune.method("dymu", thresholds=by_hand(model, TAUS[family.name]))
-    with tokenprune.patched(model, [dymu, *method[1:]] if method != "dymu" else dymu, keep=0.5, record=True):
-        logits, stats = model(**inputs).logits, tokenprune.stats(model)
-        got, tokens, _ = generate_logits(model, inputs, 3)
-        cuts = tokenprune.stats(model).cuts
-        output = model.model.get_image_features(**image_arguments(inputs))
+    run = run_patched(model, inputs, [dymu, *method[1:]] if method != "dymu" else dymu, 0.5)
+    stats, output = run.stats, run.outputs["image"]
     assert stats.cuts[0].sources == expected_sources(family, model, inputs, output.pooler_output)
     assert stats.visual_tokens_out < stats.visual_tokens_in
     assert stats.encoder_tokens_per_layer == get_record(output).block_tokens
-    length = inputs["input_ids"].shape[1]
-    alive = survivors(stats.cuts[-1], length)
-    with with_features(model, output), reduced(family, model, stats.cuts, length):
-        close(logits[alive], model(**inputs).logits[alive])
-    with with_features(model, output), reduced(family, model, cuts, length):
-        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
-    close(got, want)
-
-
-@torch.no_grad()
-def test_unpatch_and_deep_copy(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
-    before = model(**inputs).logits
-    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=by_hand(model, [0.3, 0.3, 1.0])):
-        want = model(**inputs).logits
-        twin = copy.deepcopy(model)
-    assert torch.equal(model(**inputs).logits, before) and not torch.equal(want, before)
-    assert torch.equal(twin(**inputs).logits, want)
+    check_decoder(family, model, inputs, run)
 
 
 # -- the shipped thresholds --------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tokenprune
 from each import each
+from module_calls import record_outputs
 from naive_dyrate import naive
 from oracle import close, generate_logits, reduced
 from tests.unit.engine.test_modes import flash_stand_in  # registers the back end
@@ -77,7 +78,6 @@ def test_equals_the_naive_loop(name: str, way: str, build) -> None:
 
 @pytest.mark.parametrize("name", ["llava_next", "qwen3_vl", "gemma3"])
 def test_dropping_equals_masking(name: str, build) -> None:
-    """Tokens dropped at a step equal tokens masked from that step on."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     got, tokens, _, stats = answer(model, inputs, **SCHEDULE)
@@ -159,16 +159,12 @@ def test_cache_length_after_the_cut(batch: dict, mode: str, build) -> None:
     """S slots before the cut, then S - N + n of the longest row, or the length after prefill if mode="mask"."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(**batch)
-    held: list[list[int]] = []
 
-    def look(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        held.append([layer.keys.shape[-2] for layer in output.past_key_values.layers])
+    def read_lengths(output: Any) -> list[int]:
+        return [layer.keys.shape[-2] for layer in output.past_key_values.layers]
 
-    handle = model.get_submodule(family.decoder).register_forward_hook(look, with_kwargs=True)
-    try:
+    with record_outputs(model.get_submodule(family.decoder), note=read_lengths) as held:
         cache, stats = answer(model, inputs, **SCHEDULE, mode=mode)[2:]
-    finally:
-        handle.remove()
     length, visual = inputs["input_ids"].shape[1], [sum(row) for row in inputs.counts]
     real = inputs["attention_mask"].sum(1).tolist()
     first = [len(set(kept) & set(range(length))) for kept in stats.cuts[0].kept]

@@ -11,16 +11,16 @@ from torch import Tensor
 
 import tokenprune
 from oracle import close, generate_logits, reduced
-from tests.unit.engine.test_cache import longer, prefill, steps, words
+from tests.unit.engine.test_cache import prefill, steps
 from tests.unit.methods.test_dyrate import MODES, OFTEN, SCHEDULE, answer
 from tokenprune.integrations.hf.cache.reduced_cache import get_reduction
+from turns import longer, words
 from zoo import FAMILIES
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 1}], ids=["ragged", "one row"])
 def test_beams(batch: dict, mode: str, build) -> None:
-    """The score of each hypothesis equals its score when generated separately."""
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(**batch)
     options = OFTEN | {"mode": mode, "keep": 0.7}
@@ -42,7 +42,6 @@ def test_beams(batch: dict, mode: str, build) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
 def test_second_turn_drops_no_token_at_prefill(name: str, mode: str, build) -> None:
-    """Kept tokens remain, and decoding continues from there."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     more = words(2, 4)
@@ -93,7 +92,6 @@ def test_image_in_the_second_turn(mode: str, build) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("mode", MODES)
 def test_caches_are_independent(mode: str, build) -> None:
-    """Copies and interleaved generations do not affect each other, and rows carry their state along."""
     family = FAMILIES["llava_next"]
     model, text = build(family), words(2, 5)
     jobs = [family.make_inputs(images=(2, 1)), family.make_inputs(images=(1, 0), seed=3)]

@@ -78,7 +78,6 @@ def entering(entropy: list[list[float]], keep: list[int], **options: Any) -> tup
 @each("ties", [False, True])
 @each("share", [0.02, 0.25, 0.6, 1.0])
 def test_first_stage_equals_naive_loop(share: float, ties: bool) -> None:
-    """Rows of different levels are in one batch."""
     draw, levels = random.Random(share), set()
     for _ in range(20):
         counts = [draw.randrange(1, 40) for _ in range(4)]
@@ -97,7 +96,6 @@ def test_first_stage_equals_naive_loop(share: float, ties: bool) -> None:
 
 @each(("prompts", "early"), [([0, 1, 2, 3], [3, 8, 2, 4]), ([0, 0, 1, 1], [4, 8, 4, 4]), ([0, 1, 2, 2], [3, 8, 4, 4])])
 def test_most_complex_image_selects_the_cut_of_its_prompt(prompts: list[int], early: list[int]) -> None:
-    """The other cut keeps all tokens."""
     counts, keep = [12, 12, 9, 5], [3, 3, 2, 2]
     entropy = torch.tensor([0.5, 2.5, 1.5, 4.0])[:, None].expand(4, 12)
     first, *later = [stage for stage, _ in tokenprune.method("erase", **SETTING).stages(Budget(keep=0.25), 4)]
@@ -149,7 +147,6 @@ def entropies(colours: Tensor) -> list[float]:
 @torch.no_grad()
 @each("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
 def test_patch_entropy_in_models(name: str, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tower attention windows have no effect."""
     family, seen = EVERY_FAMILY[name], []
     model, inputs = build(family), family.make_inputs(images=(1, 2))
     want = iter(entropies(drawn(inputs)))
@@ -185,7 +182,6 @@ def setting_of(colours: Tensor, inputs: Any) -> dict[str, Any]:
 def test_every_cut_equals_naive_loop_in_models(
     name: str, images: tuple[int, int], build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of different levels are in one batch."""
     family = FAMILIES[name]
     inputs = family.make_inputs(images=images)
     colours = drawn(inputs)
@@ -218,7 +214,6 @@ def test_every_cut_equals_naive_loop_in_models(
 
 @torch.no_grad()
 def test_batch_matches_single_rows(build: Any) -> None:
-    """Also for rows that drop no token."""
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(1, 1))
     colours = drawn(inputs)

@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 
 import tokenprune
-from greedy import alone, image_tokens, picked
-from tests.unit.methods.naive.f3a import Cells, naive_anchors, naive_first_choice, naive_scores, spread_out
+from greedy import image_tokens, picked
 from tokenprune.methods.pre_llm.f3a_scores import draw_matrices, draw_sparse_matrix
 
 GRID = [(1, 7, 9)]
@@ -32,29 +31,6 @@ def test_random_matrices_are_reproducible() -> None:
     assert draw_matrices(40, 24, 42, torch.device("cpu")) is drawn
 
 
-def test_question_and_seed_change_the_choice_but_a_common_shift_does_not() -> None:
-    tokens = image_tokens([63], [16], grids=GRID)
-    (want,) = picked(METHOD, tokens)
-    for text in (tokens.text.hidden.flip(1), tokens.text.hidden[:, torch.randperm(9)]):
-        assert picked(METHOD, image_tokens([63], [16], grids=GRID, text={"hidden": text})) == [want]
-    assert picked(METHOD, image_tokens([63], [16], grids=GRID, hidden=tokens.hidden + 3)) == [want]
-    other = {"hidden": -tokens.text.hidden}
-    assert picked(METHOD, image_tokens([63], [16], grids=GRID, text=other)) != [want]
-    assert picked(tokenprune.method("f3a", seed=1), tokens) != [want]
-    assert picked(METHOD, image_tokens([63], [16])) != [want]  # without a grid
-    assert METHOD.query_aware and not METHOD.prefix_cache_safe
-
-
-def test_fixed_tokens_are_kept_within_the_budget() -> None:
-    for keep in (1, 2, 5, 16, 40):
-        tokens = image_tokens([63], [keep], grids=GRID)
-        seen, at, anchors = alone(tokens, 0), Cells(7, 9), naive_anchors(63, keep)
-        scores = naive_scores(spread_out(seen["x"]), seen["t"], anchors, at, 42)
-        fixed, _ = naive_first_choice(scores, anchors, keep, at)
-        (got,) = picked(METHOD, tokens)
-        assert set(got) >= fixed if len(fixed) <= keep else got == sorted(fixed)[:keep]
-
-
 def test_without_text_and_with_nonfinite_tokens() -> None:
     tokens = image_tokens([63], [16], grids=GRID)
     want = picked(METHOD, image_tokens([63], [16], grids=GRID, text={"hidden": torch.zeros(1, 1, 32)}))
@@ -70,16 +46,6 @@ def test_without_text_and_with_nonfinite_tokens() -> None:
         assert got == picked(METHOD, image_tokens([63], [16], grids=GRID, hidden=zeros))
     for all_alike in (torch.ones_like(x), x * torch.nan, x.nan_to_num(nan=0.0) * 1e30):
         picked(METHOD, image_tokens([63], [16], grids=GRID, hidden=all_alike))
-
-
-def test_batch_matches_single_rows() -> None:
-    grids = [(1, 7, 9), (1, 5, 5)]
-    tokens = image_tokens([63, 25], [16, 3], grids=grids)
-    both = picked(METHOD, tokens)
-    for row, (count, keep) in enumerate([(63, 16), (25, 3)]):
-        words = tokens.text.hidden[row : row + 1, tokens.text.mask[row]]
-        one = {"hidden": tokens.hidden[row : row + 1, :count], "text": {"hidden": words}, "grids": [grids[row]]}
-        assert picked(METHOD, image_tokens([count], [keep], **one)) == [both[row]]
 
 
 def test_video_frames_are_rows_and_mismatched_grids_are_ignored() -> None:

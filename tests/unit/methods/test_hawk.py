@@ -88,7 +88,6 @@ def test_word_order_has_no_effect(family: Any, build: Any) -> None:
 
 
 def test_unsupported_decoder_raises(build: Any) -> None:
-    """The number of weights differs from the number of heads, or the layer lacks the projections."""
     model = build(FAMILIES["llava"])
     with pytest.raises(OptionError, match="hawk: weights has 3 heads"):
         tokenprune.patch(model, "hawk", keep=0.5, weights=WEIGHTS)

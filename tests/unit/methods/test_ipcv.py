@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -16,9 +16,9 @@ from torch import Tensor
 
 import tokenprune
 from families import FAMILIES
-from oracle import close, generate_logits, reduced, survivors
-from tests.unit.tower.test_packed_units import in_rows
-from tests.unit.tower.test_unit_dropping import DIFFERENT, NAMES, UNIT, as_encoded, drawn, encode, tensors_of, tower_of
+from module_calls import record_inputs, replace_outputs
+from oracle import close
+from packed_towers import DIFFERENT, NAMES, UNIT, drawn, in_rows, tensors_of, tower_of
 from tokenprune import OptionError, Site
 from tokenprune.budgets import Budget
 from tokenprune.integrations.hf.sequence.record import get_record
@@ -26,10 +26,11 @@ from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.integrations.shared.towers.units import Restoration, Units
 from tokenprune.kernels.merging import Merge
 from tokenprune.settings.cost import CostModel, Load
-from tokenprune.testing import check_method
+from tower_features import check_decoder, encode, run_patched
 
 KEEP = 0.4
-BATCHES = ({"images": (2, 1)}, {"images": (0, 0), "video": True})
+# The second image is a single unit.
+BATCHES = ({"images": (2, 1), "sizes": ((8, 12), (2, 2), (6, 10))}, {"images": (0, 0), "video": True})
 
 
 def model_of(name: str, build: Any) -> Any:
@@ -39,27 +40,6 @@ def model_of(name: str, build: Any) -> Any:
         model = copy.deepcopy(model)
         tower_of(model).blocks.append(copy.deepcopy(tower_of(model).blocks[0]))
     return model
-
-
-@contextmanager
-def hooked(handles: Sequence[Any]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def seen_of(model: Any, inputs: Any) -> list[tuple[Tensor, dict[str, Any]]]:
-    """Record the inputs of each block of the unpatched tower, with the patches in its own order."""
-    seen: list[tuple[Tensor, dict[str, Any]]] = []
-
-    def note(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        seen.append((args[0], kwargs))
-
-    with hooked([one.register_forward_pre_hook(note, with_kwargs=True) for one in tower_of(model).blocks]):
-        encode(model, inputs)
-    return seen
 
 
 def items_of(model: Any, grids: Tensor) -> list[list[list[int]]]:
@@ -101,7 +81,9 @@ def naive(
     model: Any, inputs: Any, grids: Tensor, layer: int, stabilise: int, neighbours: int
 ) -> tuple[list[Tensor], list[list[int]]]:
     """Return the restored output of each block from `layer` on, patch by patch, and the kept units."""
-    seen, items = seen_of(model, inputs), items_of(model, grids)
+    with record_inputs(*tower_of(model).blocks, note=lambda args, kwargs: (args[0], kwargs)) as seen:
+        encode(model, inputs)
+    items = items_of(model, grids)
     h = seen[layer][0]
     kept = chosen(items, seen[layer - 1][0], h)
     stays, guides = set(), {}
@@ -135,7 +117,7 @@ def naive(
 def leaving(model: Any, layer: int, states: list[Tensor]) -> Iterator[None]:
     """Replace the outputs of the unpatched tower's blocks from `layer` on within this context."""
     pairs = zip(tower_of(model).blocks[layer:], states, strict=True)
-    with hooked([block.register_forward_hook(lambda m, args, out, x=x: x) for block, x in pairs]):
+    with replace_outputs({block: lambda _, x=x: x for block, x in pairs}):
         yield
 
 
@@ -143,7 +125,6 @@ def leaving(model: Any, layer: int, states: list[Tensor]) -> Iterator[None]:
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_tower_matches_patchwise_reference(name: str, batch: dict[str, Any], build) -> None:
-    """With no, one, and all stabilised blocks; for the last states and for deepstack."""
     family, modality = FAMILIES[name], "video" if "video" in batch else "image"
     if modality == "video" and not family.video:
         pytest.skip("no videos")
@@ -169,58 +150,31 @@ def test_tower_matches_patchwise_reference(name: str, batch: dict[str, Any], bui
 
 @torch.no_grad()
 def test_hidden_states_cover_all_patches(build) -> None:
-    """Compare the hidden states after each block in the tower's output."""
     model, inputs = build(FAMILIES["qwen3_vl"]), FAMILIES["qwen3_vl"].make_inputs(images=(2, 1))
-    grids, seen = inputs["image_grid_thw"], seen_of(model, inputs)
+    grids = inputs["image_grid_thw"]
+    with record_inputs(*tower_of(model).blocks) as seen:
+        encode(model, inputs)
     for stabilise in (0, 1, 2):
         states, _ = naive(model, inputs, grids, 1, stabilise, 10)
         with tokenprune.patched(model, "ipcv", keep=KEEP, layer=1, stabilise=stabilise):
             got = tower_of(model)(inputs["pixel_values"], grid_thw=grids, output_hidden_states=True)
-        want = [seen[0][0], seen[1][0], *states]
+        want = [*seen[:2], *states]
         assert [len(x) for x in got.hidden_states] == [len(x) for x in want]
         for mine, theirs in zip(got.hidden_states, want, strict=True):
             close(mine, theirs)
         close(got.last_hidden_state, states[-1])
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-@torch.no_grad()
-def test_images_are_encoded_independently(name: str, build) -> None:
-    family, start = FAMILIES[name], 0
-    model, inputs = model_of(name, build), family.make_inputs(images=(2, 1), sizes=((8, 12), (2, 2), (6, 10)))
-    with tokenprune.patched(model, "ipcv", keep=KEEP, layer=1, stabilise=1):
-        batch, pieces = tensors_of(encode(model, inputs)["image"]), []
-        for grid in inputs["image_grid_thw"]:
-            pixels = inputs["pixel_values"][start : start + grid.prod()]
-            pieces.append(tensors_of(encode(model, {"pixel_values": pixels, "image_grid_thw": grid[None]})["image"]))
-            start += int(grid.prod())
-    for mine, alone in zip(batch, zip(*pieces, strict=True), strict=True):
-        close(mine, torch.cat(alone), 1e-6)
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-@torch.no_grad()
-def test_keep_all_is_bit_equal(name: str, build) -> None:
-    model, inputs = model_of(name, build), FAMILIES[name].make_inputs(images=(2, 1))
-    want = model(**inputs).logits
-    for keep in (1.0, 10**4):
-        with tokenprune.patched(model, "ipcv", keep=keep, layer=1):
-            assert torch.equal(model(**inputs).logits, want)
-
-
 @pytest.mark.parametrize("after", ["divprune", "fastv", None])
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
 def test_later_method_cuts_restored_tokens(name: str, after: str | None, build) -> None:
-    """Against a run of the unpatched model on the same features, with the columns of the others masked."""
     family = FAMILIES[name]
     model, inputs = model_of(name, build), drawn(family.make_inputs(images=(2, 1)))
     first = tokenprune.method("ipcv", layer=1, stabilise=1)
     methods, keep = ([first], [KEEP]) if after is None else ([first, after], [KEEP, 0.5])
-    with tokenprune.patched(model, methods, keep=keep, record=True):
-        logits, stats = model(**inputs).logits, tokenprune.stats(model)
-        got, tokens, _ = generate_logits(model, inputs, 3)
-        cuts, outputs = tokenprune.stats(model).cuts, encode(model, inputs)
+    run = run_patched(model, inputs, methods, keep)
+    stats = run.stats
     entered = [int(x) for x in stats.encoder_tokens_per_layer]
     whole = int(inputs["image_grid_thw"].prod(1).sum())
     assert entered[:2] == [whole] * 2 and all(0.3 * whole < x < 0.5 * whole for x in entered[2:])
@@ -229,13 +183,7 @@ def test_later_method_cuts_restored_tokens(name: str, after: str | None, build) 
     assert all(cut.site is not Site.IN_ENCODER for cut in stats.cuts)
     if after is None:
         assert stats.visual_tokens_out == whole // UNIT
-    length = inputs["input_ids"].shape[1]
-    alive = survivors(stats.cuts[-1], length) if after else inputs["attention_mask"].bool()
-    with as_encoded(model, outputs), reduced(family, model, stats.cuts, length):
-        close(logits[alive], model(**inputs).logits[alive])
-    with as_encoded(model, outputs), reduced(family, model, cuts, length):
-        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
-    close(got, want)
+    check_decoder(family, model, inputs, run)
 
 
 def way_back(hidden: Tensor, stayed: list[int], guides: list[list[int]]) -> Restoration:
@@ -288,9 +236,8 @@ def test_cost_saves_tower_work_only(build) -> None:
     assert less.tokens > model.predict(load, [tokenprune.method("towerdrop")], [Budget.from_keep(0.25)]).tokens
 
 
-def test_conforms_and_rejects_invalid_setups(build) -> None:
+def test_invalid_setups_are_rejected(build) -> None:
     method = tokenprune.method("ipcv")
-    check_method(method)
     assert "restores its tokens at the end of the tower, which needs transformers" in find_unserved_reason(method)
     model = build(FAMILIES["qwen2_vl"])  # of four blocks
     with pytest.raises(OptionError, match=r"with 5 blocks, but this tower has 4\. Pass layer=1 to 2"):

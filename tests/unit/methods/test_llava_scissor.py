@@ -46,36 +46,12 @@ def test_threshold_decides_count(threshold: float) -> None:
     assert method.chooses_count and not tokenprune.method("llava_scissor").chooses_count
 
 
-def test_most_similar_representatives_merge() -> None:
-    """A mean is weighted by the number of its component means."""
-    means = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [-1.0, 0.0]])
-    found = scissor._Representatives(
-        means, torch.tensor([3, 1, 2, 1]), torch.tensor([0, 1, 2, 3, 1]), torch.ones(5).long()
-    )
-    left = scissor.merge_to_count(found, 2)
-    first = (3 * means[0] + means[1]) / 4
-    torch.testing.assert_close(left.mean, torch.stack([(4 * first + 2 * means[2]) / 6, means[3]]))
-    assert left.size.tolist() == [6, 1] and left.group.tolist() == [0, 0, 0, 1, 0]
-
-
 def test_batch_matches_single_videos() -> None:
     def part(video: Tensor, attention: Tensor, keep: int, grid: Any) -> dict[int, dict]:
         return shares_of(select("llava_scissor", given([video], [keep], [grid])), 0, video.shape[0] * video.shape[1])
 
     compare("llava_scissor", part, 0.3, None, newline=True)
     compare("llava_scissor", part, 0.6, 3, newline=False)
-
-
-def test_groups_partition_tokens_in_any_order() -> None:
-    """Permuting the patches of a frame gives the same groups."""
-    video = moving(4, 3, 4, seed=4, noise=0.1)
-    turn = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    method = tokenprune.method("llava_scissor", exact=False)
-    groups, turned = (shares_of(method.select(given([one], [11], [(3, 4)])), 0, 48) for one in (video, video[:, turn]))
-    assert 1 < len(groups) < 48
-    assert sorted(i for group in groups.values() for i in group) == list(range(48))
-    back = [{i // 12 * 12 + int(turn[i % 12]) for i in group} for group in turned.values()]
-    assert sorted(map(sorted, back)) == sorted(map(sorted, groups.values()))
 
 
 def test_static_video_becomes_one_frame() -> None:
@@ -146,7 +122,6 @@ def test_many_tokens_need_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_repeated_merges_match_loop() -> None:
-    """Of representatives that changed, too: against all cosines, each time anew."""
     g = torch.Generator().manual_seed(7)
     mean, size = torch.randn(40, 5, generator=g, dtype=torch.double), torch.randint(1, 4, (40,), generator=g)
     found = scissor._Representatives(mean.float(), size, torch.arange(40), torch.zeros(40))

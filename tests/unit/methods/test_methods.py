@@ -13,55 +13,10 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from basics import METHODS, MODEL_METHODS
+from basics import METHODS
 from each import each
-from tokenprune import Pruner, Selection, Site, VisualTokens
-from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import find_observable
-from tokenprune.selection.segments import Patches, Sizes
-from tokenprune.testing import visual_tokens
-
-
-def made_up(
-    counts: list[int], keep: list[int], *, width: int = 8, text: int = 6, seed: int = 0, grids: list | None = None,
-    **given: Any,
-) -> VisualTokens:  # fmt: skip
-    """Tokens of one image a row with text behind it; `hidden`, `keys` and `attention` can be given for the rows."""
-    g = torch.Generator().manual_seed(seed)
-    rows, longest = len(counts), max(counts)
-    values = {what: torch.randn(rows, longest + text, width, generator=g) for what in ("hidden", "keys")} | given
-    hidden, keys = values["hidden"], values["keys"]
-    seen = dict.fromkeys(ATTENTION, given["attention"][..., :longest]) if "attention" in given else {}
-    scores = given.get("encoder", dict.fromkeys((0.25, -1), keys[:, :longest, 0]))
-    seen["encoder_attention"] = {layer: one[:, None] for layer, one in scores.items()}
-    seen["patches"] = given.get("patches") or raster(counts, grids or [None] * rows)
-    for one in map(
-        find_observable, tokenprune.selection.available_observables()
-    ):  # other tower observables, for any block
-        if one.where in (ObservedAt.TOWER, ObservedAt.TOWER_BLOCK) and one.name not in seen:
-            seen[one.name] = one.example(Sizes(tuple(counts)), g)
-    behind = {"hidden": hidden[:, longest:], "keys": keys[:, longest:]}
-    if "text_mask" in given:
-        behind["mask"] = given["text_mask"]
-    return visual_tokens(
-        hidden[:, :longest], counts, keep=keep, text=behind, grids=grids, keys=keys[:, :longest], **seen,
-        final_norm=lambda hidden: hidden / hidden.pow(2).mean(-1, keepdim=True).sqrt(),
-    )  # fmt: skip
-
-
-ATTENTION = ("last_row_attention", "received_attention", "next_row_attention")
-
-
-def raster(counts: list[int], grids: list[tuple[int, int, int] | None]) -> Patches:
-    """Patches in raster order; of an unknown grid they are one row. Padding is in no tile."""
-    cells = torch.zeros(6, len(counts), max(counts), dtype=torch.long)
-    cells[0] = -1
-    for row, count in enumerate(counts):
-        _, height, width = grids[row] or (1, 1, count)
-        for i in range(count):
-            place = (i // (height * width), i // width % height, i % width)
-            cells[:, row, i] = torch.tensor([*place, height, width, 1])
-    return Patches(*cells, tiles=int(cells[0].max()) + 1)
+from several_cuts import WIDTH, view
+from tokenprune import Selection, Site, VisualTokens
 
 
 def chosen(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
@@ -72,21 +27,6 @@ def chosen(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
 
 def unit(x: Tensor) -> Tensor:
     return x.float() / x.float().norm(dim=-1, keepdim=True)
-
-
-def naive_divprune(features: Tensor, keep: int) -> list[int]:
-    distance = 1 - unit(features) @ unit(features).T
-    count = len(features)
-    picks: list[int] = []
-    for _ in range(keep):
-        best, best_distance = -1, -torch.inf
-        for i in range(count):
-            others = picks or [j for j in range(count) if j != i]
-            nearest = min((float(distance[j, i]) for j in others), default=torch.inf)
-            if i not in picks and nearest > best_distance:
-                best, best_distance = i, nearest
-        picks.append(best)
-    return picks
 
 
 def naive_dart(
@@ -109,75 +49,15 @@ def naive_dart(
     return sorted(kept)
 
 
-GIVEN = {*ATTENTION, "encoder_attention", "patches", "keys"}  # what `made_up` gives; of others see check_method
-
-
-def chooses_itself(name: str) -> bool:
-    """Whether a method makes its cut itself, and not by stages of others."""
-    cls = tokenprune.method_info(name).cls
-    return cls.select is not Pruner.select or cls.score is not Pruner.score
-
-
-ALONE = [one for one in MODEL_METHODS if tokenprune.method_info(one).observables <= GIVEN and chooses_itself(one)]
-
-
-@each("name", ALONE)
-@each(("counts", "keep"), [([9], [4]), ([12, 5, 1], [12, 2, 1]), ([30, 31], [1, 29])])
-def test_exact_counts(name: str, counts: list[int], keep: list[int]) -> None:
-    attention = torch.rand(len(counts), 2, max(counts) + 6)
-    assert [len(row) for row in chosen(name, made_up(counts, keep, attention=attention))] == keep
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_divprune_equals_naive_loop(seed: int) -> None:
-    features = torch.randn(2, 17, 8, generator=torch.Generator().manual_seed(seed))
-    picks = [naive_divprune(features[0], 17), naive_divprune(features[1, :11], 11)]
-    for keep in range(1, 12):
-        got = chosen("divprune", made_up([17, 11], [keep + 6, keep], text=0, hidden=features))
-        assert got == [sorted(picks[0][: keep + 6]), sorted(picks[1][:keep])]  # the prefix property is in this
-    scale = 2.0 ** torch.randint(-3, 4, (2, 17, 1))
-    turn = torch.linalg.qr(torch.randn(8, 8))[0]
-    want = chosen("divprune", made_up([17, 11], [6, 5], text=0, hidden=features))
-    assert chosen("divprune", made_up([17, 11], [6, 5], text=0, hidden=features * scale)) == want
-    assert chosen("divprune", made_up([17, 11], [6, 5], text=0, hidden=features @ turn)) == want
-    # Each pick is farthest from those before it, and the distances fall.
-    distance, last = 1 - unit(features[0]) @ unit(features[0]).T, torch.inf
-    for number in range(1, 17):
-        nearest = distance[picks[0][:number]].amin(0)
-        rest = [i for i in range(17) if i not in picks[0][:number]]
-        assert nearest[picks[0][number]] == nearest[rest].max() <= last
-        last = float(nearest[picks[0][number]])
-
-
-def test_divprune_never_picks_a_token_twice() -> None:
-    distinct = torch.eye(5, 8).repeat_interleave(4, 0)[None]
-    for keep in range(1, 21):
-        (got,) = chosen("divprune", made_up([20], [keep], text=0, hidden=distinct))
-        assert len(got) == keep
-        assert len({i // 4 for i in got}) == min(keep, 5)  # a duplicate never replaces a new token
-    for hidden in (torch.ones(1, 9, 8), torch.zeros(1, 9, 8)):
-        assert [len(chosen("divprune", made_up([9], [k], text=0, hidden=hidden))[0]) for k in (1, 5, 9)] == [1, 5, 9]
-
-
 @each("seed", range(3))
 @each(("images", "texts"), [(4, 4), (1, 0), (2, 9), (6, 3)])
 @each("keep", [1, 3, 8, 13, 19])
 def test_dart(seed: int, images: int, texts: int, keep: int) -> None:
-    tokens = made_up([20, 20], [keep, 20], seed=seed)
+    tokens = view([20, 20], [keep, 20], ("keys",), seed=seed)
     text, text_keys = tokens.final_norm(tokens.text.hidden), tokens.text.keys
     want = naive_dart(tokens.normed[0], tokens.keys[0], text[0], text_keys[0], keep, images, texts)
     options = dict(pivot_image=images, pivot_text=texts)
     assert chosen("dart", tokens, **options)[0] == want
-    values = {
-        "hidden": torch.cat([tokens.hidden, tokens.text.hidden], dim=1),
-        "keys": torch.cat([tokens.keys, tokens.text.keys], dim=1),
-    }
-    for change in (
-        {"keys": values["keys"] * 4},  # one factor for all keys leaves their order
-        {"hidden": values["hidden"] * 2.0 ** torch.randint(-2, 3, (2, 26, 1))},  # cosines know no length
-        {"keys": values["keys"].repeat(1, 1, 3)},  # keys repeated for grouped queries
-    ):
-        assert chosen("dart", made_up([20, 20], [keep, 20], **{**values, **change}), **options)[0] == want
     # The authors' count: whole shares for every pivot, the image pivots on top.
     pivots = images + texts
     method = tokenprune.method("dart", **options, exact=False)
@@ -185,11 +65,11 @@ def test_dart(seed: int, images: int, texts: int, keep: int) -> None:
 
 
 def test_dart_takes_duplicates_of_a_pivot_last() -> None:
-    hidden, keys = torch.randn(1, 12, 8), torch.ones(1, 12, 8)
+    hidden, keys = torch.randn(1, 12, WIDTH), torch.ones(1, 12, WIDTH)
     keys[0, 2] = 9
     hidden[0, [5, 7]] = hidden[0, 2].clone()
     for keep in range(1, 11):
-        tokens = made_up([12], [keep], text=0, hidden=hidden, keys=keys)
+        tokens = view([12], [keep], ("keys",), hidden=hidden, keys=keys)
         (got,) = chosen("dart", tokens, pivot_image=1, pivot_text=0)
         assert 2 in got and not {5, 7} & set(got)
 
@@ -199,7 +79,7 @@ def test_pool_averages_rectangles(grid: tuple[int, int, int] | None) -> None:
     frames, height, width = grid or (1, 1, 10)
     count = frames * height * width
     for keep in range(1, count + 1):
-        tokens = made_up([count], [keep], text=0, grids=[grid])
+        tokens = view([count], [keep], (), grids=[grid])
         selection = tokenprune.method("pool").select(tokens)
         kept, assign = selection.keep[0].nonzero().flatten().tolist(), selection.assign[0].tolist()
         assert len(kept) == keep
@@ -218,20 +98,20 @@ def test_pool_averages_rectangles(grid: tuple[int, int, int] | None) -> None:
 
 
 def test_random_depends_on_the_seed_but_not_on_the_batch() -> None:
-    one = chosen("random", made_up([30, 20], [9, 7]), seed=3)
-    assert one == chosen("random", made_up([30, 20], [9, 7], seed=1), seed=3)
-    assert one != chosen("random", made_up([30, 20], [9, 7]), seed=4)
-    assert [one[1]] == chosen("random", made_up([20], [7]), seed=3)  # independent of the batch
+    one = chosen("random", view([30, 20], [9, 7], ()), seed=3)
+    assert one == chosen("random", view([30, 20], [9, 7], (), seed=1), seed=3)
+    assert one != chosen("random", view([30, 20], [9, 7], ()), seed=4)
+    assert [one[1]] == chosen("random", view([20], [7], ()), seed=3)  # independent of the batch
     often = torch.zeros(30)
     for seed in range(300):
-        often[chosen("random", made_up([30], [10]), seed=seed)[0]] += 1
+        often[chosen("random", view([30], [10], ()), seed=seed)[0]] += 1
     assert often.min() > 60 and often.max() < 140
 
 
 @pytest.mark.parametrize("count", [1, 7, 16, 36])
 def test_uniform_in_raster_order(count: int) -> None:
     for keep in range(1, count + 1):
-        (got,) = chosen("uniform", made_up([count], [keep], text=0))
+        (got,) = chosen("uniform", view([count], [keep], ()))
         assert len(got) == keep
         gaps = [b - a for a, b in pairwise(got)]
         assert not gaps or max(gaps) - min(gaps) <= 1
@@ -262,19 +142,19 @@ def test_uniform_over_a_grid(grid: tuple[int, int, int]) -> None:
     frames, height, width = grid
     count = frames * height * width
     for keep in range(1, count + 1):
-        tokens = made_up([count, 9], [keep, 2], text=0, grids=[grid, None])  # with an image of unknown grid
+        tokens = view([count, 9], [keep, 2], (), grids=[grid, None])  # with an image of unknown grid
         got, other = chosen("uniform", tokens)
         assert got == naive_uniform(keep, grid) and len(got) == keep
-        assert other == chosen("uniform", made_up([9], [2], text=0))[0]
+        assert other == chosen("uniform", view([9], [2], ()))[0]
         per_frame = [sum(i // (height * width) == frame for i in got) for frame in range(frames)]
         assert max(per_frame) - min(per_frame) <= 1
 
 
 def test_uniform_keeps_rows_and_columns_evenly() -> None:
     """At a quarter of 16 x 16, keeps every second row and every second column, not four columns of every row."""
-    (got,) = chosen("uniform", made_up([256], [64], text=0, grids=[(1, 16, 16)]))
+    (got,) = chosen("uniform", view([256], [64], (), grids=[(1, 16, 16)]))
     assert got == [16 * row + column for row in range(1, 16, 2) for column in range(1, 16, 2)]
-    (one,) = chosen("uniform", made_up([256], [1], text=0, grids=[(1, 16, 16)]))
+    (one,) = chosen("uniform", view([256], [1], (), grids=[(1, 16, 16)]))
     assert one == [8 * 16 + 8]
 
 
@@ -282,7 +162,7 @@ def test_top_breaks_ties_by_index_and_ranks_nan_last() -> None:
     inf, nan = torch.inf, torch.nan
     score = torch.tensor([[1.0, 3.0, 3.0, 2.0, nan], [-inf, nan, -inf, 9.0, 9.0]])
     for keep, want in (([1, 1], [[1], [0]]), ([2, 2], [[1, 2], [0, 1]]), ([4, 3], [[0, 1, 2, 3], [0, 1, 2]])):
-        got = Selection.top(score, made_up([5, 3], keep)).keep
+        got = Selection.top(score, view([5, 3], keep, ())).keep
         assert [row.nonzero().flatten().tolist() for row in got] == want
 
 

@@ -12,25 +12,19 @@ from torch import Tensor
 import tokenprune
 from basics import MODEL_METHODS, pieces
 from families import FAMILIES as EVERY_FAMILY
-from tests.unit.methods.test_methods import naive_dart, naive_divprune
+from looking import look
+from module_calls import record_inputs
+from tests.unit.methods.naive.cdpruner import naive_divprune
+from tests.unit.methods.test_methods import naive_dart
 from zoo import ANYRES, FAMILIES, Family
 
 
 @torch.no_grad()
 def look_inside(family: Family, model: Any, inputs: Any, layer: int) -> tuple[Tensor, Any]:
     """The unpatched model's hidden states at the input of `layer` (0: the embeddings), and its output."""
-    seen: list[Tensor] = []
-    module = model.get_submodule(family.decoder).layers[layer]
-
-    def look(module: Any, args: tuple, kwargs: dict) -> None:
-        seen.append(args[0] if args else kwargs["hidden_states"])
-
-    handle = module.register_forward_pre_hook(look, with_kwargs=True)
-    try:
+    with record_inputs(model.get_submodule(family.decoder).layers[layer]) as states:
         out = model(**inputs, output_attentions=model.config._attn_implementation == "eager")
-    finally:
-        handle.remove()
-    return seen[0], out
+    return states[0], out
 
 
 def kept_of(model: Any, inputs: Any, method: str, keep: float, **options: Any) -> list[set[int]]:
@@ -50,7 +44,7 @@ def test_divprune_in_a_model(family: Family, model) -> None:
     inputs = family.make_inputs(images=(1, 2))
     embeds, _ = look_inside(family, model, inputs, 0)
     kept = kept_of(model, inputs, "divprune", 0.3)
-    compare(kept, family, inputs, lambda row, piece, k: naive_divprune(embeds[row, piece], k))
+    compare(kept, family, inputs, lambda row, piece, k: naive_divprune(embeds[row, piece].double(), None, k))
 
 
 @pytest.mark.few_families
@@ -76,7 +70,6 @@ def test_dart_in_a_model(texts: int, family: Family, model) -> None:
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_fastv_in_a_model(query: str, layer: int, padding: str, family: Family, build) -> None:
-    """Ranked as the attention weights of an eager model rank, on either back end."""
     inputs = family.make_inputs(images=(1, 2), padding=padding)
     attention = look_inside(family, build(family, "eager"), inputs, 0)[1].attentions[layer - 1].mean(1)
     real = inputs["attention_mask"].bool()
@@ -95,26 +88,6 @@ def test_fastv_in_a_model(query: str, layer: int, padding: str, family: Family, 
         compare(kept, family, inputs, choose)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name, grid", [("llava_onevision", None), ("qwen2_5_vl", (4, 2, 2)), ("qwen3_vl", (4, 2, 2))])
-def test_square_token_counts_do_not_imply_a_video_grid(name: str, grid: Any, build) -> None:
-    """Square token counts imply the grid of an image, but not of a video."""
-    seen = []
-
-    class Look(tokenprune.Pruner):
-        name = "look"
-
-        def select(self, tokens: tokenprune.VisualTokens) -> tokenprune.Selection:
-            seen.extend(zip(tokens.counts, tokens.grids, strict=True))
-            return tokenprune.Selection.top(tokens.mask.float(), tokens)
-
-    family = FAMILIES[name]
-    frames = 2 if grid is None else 4  # of 4 tokens, in LLaVA-OneVision with a newline behind the last
-    with tokenprune.patched(build(family), Look(), keep=0.5):
-        build(family)(**family.make_inputs(video=frames, images=(0,)))
-    assert seen == [(9 if grid is None else 16, grid)]
-
-
 SHAPES = {
     "llava": ("llava", {}, [(36, (1, 6, 6))] * 2),
     "gemma3": ("gemma3", {}, [(16, (1, 4, 4))] * 2),
@@ -128,6 +101,10 @@ SHAPES = {
     "newlines, too": ("llava_onevision", dict(sizes=((16, 16),)), [(36, None)] * 2),
     "queries": ("blip-2", {}, [(16, None)] * 2),
     "a tower for any shape": ("llava_pixtral", dict(sizes=((16, 64),)), [(64, None)] * 2),
+    # Square token counts imply the grid of an image, but not of a video: 2 frames of 4 tokens and a newline, or 4.
+    "a video with a newline": ("llava_onevision", dict(images=(0,), video=2), [(9, None)]),
+    "a video": ("qwen2_5_vl", dict(images=(0,), video=4), [(16, (4, 2, 2))]),
+    "a video with timestamps": ("qwen3_vl", dict(images=(0,), video=4), [(16, (4, 2, 2))]),
 }
 
 
@@ -136,20 +113,12 @@ SHAPES = {
 def test_grid_inference_depends_on_the_family(name: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only some families have square images."""
     monkeypatch.setitem(ANYRES, (16, 16), 36)
-    seen = []
-
-    class Look(tokenprune.Pruner):
-        name = "look"
-
-        def select(self, tokens: tokenprune.VisualTokens) -> tokenprune.Selection:
-            seen.extend(zip(tokens.counts, tokens.grids, strict=True))
-            return tokenprune.Selection.top(tokens.mask.float(), tokens)
-
+    method, seen = look(lambda tokens: list(zip(tokens.counts, tokens.grids, strict=True)))
     kind, given, want = SHAPES[name]
     family = EVERY_FAMILY[kind]
-    with tokenprune.patched(build(family), Look(), keep=0.5):
+    with tokenprune.patched(build(family), method, keep=0.5):
         build(family)(**family.make_inputs(**given))
-    assert seen == want
+    assert seen == [want]
 
 
 CONFIGURED = [
@@ -169,7 +138,6 @@ def asked_twice(family: Family, model: Any, method: Any) -> tuple[list[set[int]]
 @pytest.mark.few_families
 @pytest.mark.parametrize("method", [one for one in CONFIGURED if one.prefix_cache_safe], ids=str)
 def test_prefix_cache_safe_methods_ignore_the_question(method: Any, family: Family, model) -> None:
-    """The kept tokens do not depend on the text after the image."""
     one, other = asked_twice(family, model, method)
     assert one == other
 

@@ -38,7 +38,6 @@ def test_equals_naive_loop_at_large_sizes(name: str, check: Callable[[str, Any],
 
 @each(("name", "wrong"), REFUSED)
 def test_invalid_option_raises(name: str, wrong: Options) -> None:
-    """The message names the method and the option."""
     with pytest.raises(OptionError, match=f"{name}.*{next(iter(wrong))}"):
         tokenprune.method(name, **wrong)
 
@@ -60,11 +59,3 @@ def test_full_budget_keeps_all_tokens_unmerged(name: str) -> None:
     selection = tokenprune.method(name).select(tokens)
     assert torch.equal(selection.keep, tokens.mask)
     assert selection.assign is None or selection.assign[0].tolist() == list(range(tokens.counts[0]))
-
-
-@each("name", VIEWED)
-def test_selection_is_deterministic_without_side_effects(name: str) -> None:
-    tokens = TABLE[name].view(9)
-    hidden = tokens.hidden.clone()
-    first, second = (tokenprune.method(name).select(tokens) for _ in range(2))
-    assert torch.equal(first.keep, second.keep) and torch.equal(tokens.hidden, hidden)

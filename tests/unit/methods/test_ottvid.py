@@ -5,23 +5,20 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from each import each
-from tests.unit.methods.naive.ottvid import cover, naive, sinkhorn
-from tokenprune.kernels.clusters import facility_location
+from tests.unit.methods.naive.ottvid import naive, sinkhorn
 from tokenprune.kernels.masses import optimal_transport
 from tokenprune.methods.video.ottvid import count_picks
-from videos import attention_of, cos, given, moving, same, select, shares_of
+from videos import attention_of, given, moving, same, select, shares_of
 
 
 def test_matches_loop_in_200_cases() -> None:
-    """With varying sizes, budgets, thresholds, attention, and amounts of motion."""
     draw = random.Random(0)
     for case in range(200):
         frames, grid = draw.randint(2, 4), (draw.randint(1, 2), draw.randint(2, 4))
@@ -46,17 +43,6 @@ def test_surplus_is_shared_among_pairs(case: tuple[int, int, int]) -> None:
     same(shares_of(select("ottvid", tokens), 0, frames * 24), naive(video, attention, keep, (4, 6)))
 
 
-@pytest.mark.parametrize("threshold", [0.05, math.inf])
-def test_threshold_drops_expensive_picks(threshold: float) -> None:
-    """Expensive picks are dropped with all tokens merged into them. A large threshold drops no picks."""
-    video = moving(5, 4, 4, seed=1, cut=2)
-    got = shares_of(select("ottvid", given([video], [20], [(4, 4)]), threshold=threshold), 0, 80)
-    same(got, naive(video, attention_of(video), 20, (4, 4), threshold))
-    members = sum(map(len, got.values()))
-    picks = 5 * count_picks(20, [16] * 5)
-    assert members == picks if threshold == math.inf else members < picks
-
-
 def test_count_picks_is_feasible() -> None:
     """The paper's number is used if it can reach the budget, else the closest feasible number."""
     assert count_picks(58, [36] * 16) == int(36 * (58 / 576) ** 0.7) and count_picks(7, [36]) == 7
@@ -66,21 +52,6 @@ def test_count_picks_is_feasible() -> None:
                 k = count_picks(keep, [places] * frames)
                 assert 1 <= k <= places and k * frames >= keep
                 assert frames * k - keep <= (frames - 1) * (k - 1 if keep >= frames else k)
-
-
-def test_greedy_selection_maximises_gain() -> None:
-    """By brute force over pairs; the first pick has the best single coverage."""
-    g = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(3, 9, 5, generator=g), torch.rand(3, 9, generator=g)
-    mask = torch.ones(3, 9, dtype=torch.bool)
-    one, two = (facility_location(x, mask, weight, torch.full((3,), n), n) for n in (1, 2))
-    for row in range(3):
-        alike = [[cos(a, b) for b in x[row].tolist()] for a in x[row].tolist()]
-        w = weight[row].tolist()
-        (first,) = max(combinations(range(9), 1), key=lambda s: cover(alike, w, list(s)))
-        assert one[row].nonzero().flatten().tolist() == [first]
-        pair = max(((first, j) for j in range(9) if j != first), key=lambda s: cover(alike, w, list(s)))
-        assert two[row].nonzero().flatten().tolist() == sorted(pair)
 
 
 def test_transport_preserves_masses() -> None:
@@ -98,7 +69,6 @@ def test_transport_preserves_masses() -> None:
 
 
 def test_static_video_merges_same_patches() -> None:
-    """All pairs merge the same number of picks, at equal patches."""
     frame = moving(1, 4, 4, noise=0.0)
     attention = [attention_of(frame).repeat(5, 1)]
     groups = shares_of(select("ottvid", given([frame.repeat(5, 1, 1)], [20], [(4, 4)], attention=attention)), 0, 80)

@@ -21,6 +21,7 @@ from block_settings import (
     real_of,
     visuals_of,
 )
+from module_calls import record_inputs
 from oracle import close, generate_logits
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL
 from zoo import FAMILIES, VIDEO, Family
@@ -64,7 +65,6 @@ def test_generate(batch: str, family: Family, build) -> None:
 @pytest.mark.parametrize("families", ["qwen2_vl", "qwen3_vl"])
 @torch.no_grad()
 def test_batch_matches_single_rows(families: str, build) -> None:
-    """Rows have different numbers of frames."""
     family = FAMILIES[families]
     model, inputs = build(family), family.make_inputs(video=(13, 7), images=(0, 0))
     with tokenprune.patched(model, "pevlm", **SMALL):
@@ -76,7 +76,6 @@ def test_batch_matches_single_rows(families: str, build) -> None:
 
 @torch.no_grad()
 def test_rows_of_equal_length_are_computed_together(build) -> None:
-    """The outputs keep the order of the rows."""
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(**BATCHES["left"])
     twice = {key: value.repeat(2, *[1] * (value.ndim - 1)) for key, value in inputs.items()}
@@ -188,16 +187,10 @@ def test_order_of_blocks_matters_only_with_sequential_positions(family: Family, 
 
 def positions_of(family: Family, model: Any, inputs: Any, steps: int) -> list[Tensor | None]:
     """Record the positions passed to the rotary embedding in prefill and in each decode step."""
-    seen, decoder = [], model.get_submodule(family.decoder)
-    handle = decoder.rotary_emb.register_forward_pre_hook(
-        lambda m, args, kwargs: seen.append(kwargs["position_ids"] if "position_ids" in kwargs else args[1]),
-        with_kwargs=True,
-    )
-    try:
+    rotary = model.get_submodule(family.decoder).rotary_emb
+    with record_inputs(rotary, note=lambda args, kwargs: kwargs.get("position_ids", *args[1:2])) as positions:
         model.generate(**inputs, max_new_tokens=steps)
-    finally:
-        handle.remove()
-    return seen
+    return positions
 
 
 @pytest.mark.parametrize("batch", ["left", "mixed"])

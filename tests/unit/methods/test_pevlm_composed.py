@@ -21,6 +21,7 @@ from block_settings import (
     blocked,
     real_of,
 )
+from module_calls import record_inputs
 from oracle import close, generate_logits, reduced
 from tokenprune import Budget, BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention_observer import Observer, Tap
@@ -49,7 +50,6 @@ COMPOSED = [
 
 @pytest.mark.parametrize(("names", "batch"), COMPOSED)
 def test_composed_methods_keep_the_blocks(names: str, batch: str, family: Family, build) -> None:
-    """Each remaining token is in the block of its original frame."""
     model, inputs = build(family), family.make_inputs(**BATCHES[batch])
     others = names.split("+")
     methods = [tokenprune.method("pevlm", **SMALL), *others]
@@ -79,28 +79,23 @@ def test_last_row_attention_excludes_padding(family: Family, build) -> None:
         assert [position - before for position in of_row] == alone
 
 
+def get_mask(args: tuple, kwargs: dict[str, Any]) -> Any:
+    return kwargs["attention_mask"]
+
+
 @pytest.mark.parametrize("other", [None, "random", "fastv"])
 @torch.no_grad()
 def test_no_dense_mask_is_built(other: str | None, build) -> None:
-    """Also with padding, and with rows that lose different numbers of tokens."""
-    family, masks, padding = FAMILIES["qwen2_5_vl"], [], []
+    family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(**BATCHES["mixed"])
     method = tokenprune.method("pevlm", **SMALL)
-    with tokenprune.patched(model, [method, *([other] if other else [])], keep=[1.0, *([0.4] if other else [])]):
-        handles = [
-            layer.self_attn.register_forward_pre_hook(
-                lambda m, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
-            )
-            for layer in model.get_submodule(family.decoder).layers
-        ]
-        handles.append(
-            model.get_submodule(family.decoder).register_forward_pre_hook(
-                lambda m, args, kwargs: padding.append(kwargs["attention_mask"]), with_kwargs=True
-            )
-        )
+    decoder = model.get_submodule(family.decoder)
+    with (
+        tokenprune.patched(model, [method, *([other] if other else [])], keep=[1.0, *([0.4] if other else [])]),
+        record_inputs(*(layer.self_attn for layer in decoder.layers), note=get_mask) as masks,
+        record_inputs(decoder, note=get_mask) as padding,
+    ):
         model(**inputs)
-        for handle in handles:
-            handle.remove()
     assert masks == [None] * 4 and padding[0].all()
 
 

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import tokenprune
 from each import each
 from greedy import SIZES, alone, image_tokens
+from module_calls import record_inputs
 from tokenprune import OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.checks.vllm import find_unserved_reason
 from zoo import FAMILIES
@@ -114,16 +115,12 @@ class Weighed:
         return (weight @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
+@torch.no_grad()
 def entered(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Record the inputs of the unpatched model's decoder."""
-    seen: dict[str, Any] = {}
-    hook = model.model.language_model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True
-    )
-    with torch.no_grad():
+    with record_inputs(model.model.language_model, note=lambda args, kwargs: kwargs) as seen:
         model(**inputs)
-    hook.remove()
-    return seen
+    return seen[0]
 
 
 def reference(model: Any, inputs: dict[str, Any], sources: dict[int, list[int]], extra: Tensor | None = None) -> Tensor:
@@ -159,7 +156,6 @@ def reference(model: Any, inputs: dict[str, Any], sources: dict[int, list[int]],
 
 @each("name, attention", [("llava", "sdpa"), ("llava", "eager"), ("qwen2_5_vl", "sdpa"), ("qwen2_vl", "eager")])
 def test_calibrated_attention_equals_the_formula(name: str, attention: str) -> None:
-    """In prefill and in a decode step, along each token's own axis."""
     family = FAMILIES[name]
     model, inputs = family.build(attention), family.make_inputs(images=(1,))
     with tokenprune.patched(model, "restore", keep=0.3, calibrate=True, record=True), torch.no_grad():
@@ -175,7 +171,6 @@ def test_calibrated_attention_equals_the_formula(name: str, attention: str) -> N
 
 @each("attention", ["sdpa", "eager"])
 def test_calibrated_batch_matches_single_rows(attention: str) -> None:
-    """Rows have different lengths and numbers of images."""
     family = FAMILIES["llava"]
     model, batch = family.build(attention), {"images": (2, 1, 1)}
     wanted = {"do_sample": False, "max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}

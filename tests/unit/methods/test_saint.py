@@ -13,20 +13,20 @@ from torch import Tensor
 import tokenprune
 from each import each
 from families import FAMILIES as MORE
-from merging_models import image_arguments, layers_of
+from merging_models import layers_of
 from merging_models import tower_of as rows_of
-from oracle import close, reduced, survivors
+from module_calls import record_inputs, record_outputs
+from oracle import close
+from packed_towers import DIFFERENT, MODALITIES, NAMES, UNIT, check_kept_units, in_rows, tensors_of, tower_of
 from tests.unit.methods.test_towerdrop import noise
-from tests.unit.tower import test_tile_dropping as tiles
-from tests.unit.tower.test_encoder import with_features
-from tests.unit.tower.test_packed_units import in_rows
-from tests.unit.tower.test_unit_dropping import DIFFERENT, MODALITIES, NAMES, UNIT, encode, masked, tensors_of, tower_of
+from tile_towers import NAMES as TILES
+from tile_towers import check_kept_tiles, family_of, squares
 from tokenprune import Budget, OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.kernels.merging import Merge
 from tokenprune.selection import Tower
-from tokenprune.testing import check_method
+from tower_features import check_decoder, encode, run_patched
 from zoo import FAMILIES
 
 KEEP = 0.4
@@ -134,14 +134,12 @@ def of_units(output: Tensor, attention: Any) -> Tensor:
     return heads[:, queries : queries + (heads.shape[1] - queries) // 2]
 
 
-def kept_of(model: Any, inputs: Any, modality: str, layer: int) -> tuple[list[Tensor], Tensor]:
+def kept_of(model: Any, inputs: Any, modality: str, layer: int) -> list[Tensor]:
     """Return the units of each image or video that stay, by the unpatched tower, frame by frame."""
-    tower, grids, seen = tower_of(model), inputs[f"{modality}_grid_thw"], []
+    tower, grids = tower_of(model), inputs[f"{modality}_grid_thw"]
     attention = tower.blocks[layer].attn
-    projection = attention.qkv if hasattr(attention, "qkv") else attention.k
-    handle = projection.register_forward_hook(lambda m, args, output: seen.append(output))
-    encode(model, {name: inputs[name] for name in (MODALITIES[modality], f"{modality}_grid_thw")})
-    handle.remove()
+    with record_outputs(attention.qkv if hasattr(attention, "qkv") else attention.k) as seen:
+        encode(model, {name: inputs[name] for name in (MODALITIES[modality], f"{modality}_grid_thw")})
     keys = of_units(torch.cat(seen), attention).mean(1).view(len(seen[0]) // UNIT, -1)[in_rows(tower, grids)]
     kept, start = [], 0
     for t, h, w in grids.tolist():
@@ -152,7 +150,7 @@ def kept_of(model: Any, inputs: Any, modality: str, layer: int) -> tuple[list[Te
             frames.append(stays)
             start += units
         kept.append(torch.cat(frames))
-    return kept, grids
+    return kept
 
 
 def groups(output: Any) -> Tensor:
@@ -171,18 +169,13 @@ def test_packed_tower_matches_masked_tower(name: str, modality: str, build) -> N
     inputs = family.make_inputs(**({"images": (2, 1)} if modality == "image" else {"images": (0, 0), "video": True}))
     blocks = tower_of(model).blocks
     for layer in range(len(blocks)) if name in DIFFERENT else (0,):
-        kept, grids = kept_of(model, inputs, modality, layer)
-        whole, left, rows = UNIT * sum(map(len, kept)), UNIT * int(torch.cat(kept).sum()), []
-        handle = blocks[layer].mlp.register_forward_hook(lambda m, args, out, rows=rows: rows.append(len(args[0])))
-        with tokenprune.patched(model, "saint", keep=KEEP, **({} if layer == 0 else {"layer": layer})):
+        kept = kept_of(model, inputs, modality, layer)
+        options = {} if layer == 0 else {"layer": layer}
+        with tokenprune.patched(model, "saint", keep=KEEP, **options), record_inputs(blocks[layer].mlp) as states:
             got = encode(model, inputs)[modality]
-        handle.remove()
-        assert torch.equal(groups(got), torch.cat(kept)) and left < whole and rows == [left]
-        assert get_record(got).block_tokens == [whole] * (layer + 1) + [left] * (len(blocks) - layer - 1)
-        with masked(tower_of(model), grids, kept, layer + 1):
-            want = encode(model, inputs)[modality]
-        for mine, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
-            close(mine[torch.cat(kept)], theirs[torch.cat(kept)])
+        assert torch.equal(groups(got), torch.cat(kept)) and not groups(got).all()
+        assert [len(x) for x in states] == [UNIT * int(groups(got).sum())]
+        check_kept_units(model, inputs, modality, got, kept, layer + 1)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -199,90 +192,58 @@ def test_token_count_is_per_video(name: str, build) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_images_are_encoded_independently(name: str, build) -> None:
-    family, start = MORE[name], 0
-    model, inputs = build(family), family.make_inputs(images=(2, 1), sizes=((8, 12), (2, 2), (6, 10)))
-    for options in ({}, {"threshold": 0.1, "partners": 1}):
-        with tokenprune.patched(model, "saint", keep=KEEP, **options):
-            batch, pieces, start = encode(model, inputs)["image"], [], 0
-            for grid in inputs["image_grid_thw"]:
-                pixels = inputs["pixel_values"][start : start + grid.prod()]
-                pieces.append(encode(model, {"pixel_values": pixels, "image_grid_thw": grid[None]})["image"])
-                start += int(grid.prod())
-        kept = groups(batch)
-        assert torch.equal(kept, torch.cat([groups(piece) for piece in pieces])) and not kept.all()
-        for mine, alone in zip(tensors_of(batch), zip(*map(tensors_of, pieces), strict=True), strict=True):
-            close(mine[kept], torch.cat(alone)[kept], 1e-6)
+def test_threshold_acts_on_each_image(name: str, build) -> None:
+    model, inputs = build(MORE[name]), MORE[name].make_inputs(images=(2, 1), sizes=((8, 12), (2, 2), (6, 10)))
+    with tokenprune.patched(model, "saint", keep=KEEP, threshold=0.1, partners=1):
+        batch, pieces = encode(model, inputs)["image"], []
+        pixels = inputs["pixel_values"].split(inputs["image_grid_thw"].prod(1).tolist())
+        for image, grid in zip(pixels, inputs["image_grid_thw"], strict=True):
+            pieces.append(encode(model, {"pixel_values": image, "image_grid_thw": grid[None]})["image"])
+    kept = groups(batch)
+    assert torch.equal(kept, torch.cat([groups(piece) for piece in pieces])) and not kept.all()
+    for mine, alone in zip(tensors_of(batch), zip(*map(tensors_of, pieces), strict=True), strict=True):
+        close(mine[kept], torch.cat(alone)[kept], 1e-6)
 
 
-@pytest.mark.parametrize("name", tiles.NAMES)
+@pytest.mark.parametrize("name", TILES)
 @torch.no_grad()
 def test_tile_tower_matches_masked_tower(name: str, build) -> None:
-    family, seen = tiles.family_of(name), []
+    family = family_of(name)
     model = build(family)
     inputs, blocks = family.make_inputs(images=(2, 1)), layers_of(rows_of(model))
     read = len(blocks) - (name == "llava")  # of which nobody reads the last block
     for layer in range(read):
-        seen.clear()
         attention = getattr(blocks[layer], "self_attn", None) or blocks[layer].attention
         last = attention.k_norm if hasattr(attention, "k_norm") else attention.k_proj
-        handle = last.register_forward_hook(lambda m, args, output: seen.append(output))
-        tiles.encode(model, inputs)
-        handle.remove()
-        (keys,) = seen
-        ahead = keys.shape[1] % 2
-        keys = keys.unflatten(2, (-1, attention.head_dim)).mean(2)[:, ahead:]
-        units = tiles.squares(model, keys.shape[1])
+        with record_outputs(last) as seen:
+            encode(model, inputs)
+        (keys,), tokens = seen, seen[0].shape[1]
+        keys = keys.unflatten(2, (-1, attention.head_dim)).mean(2)[:, tokens % 2 :]
+        units = squares(model, keys.shape[1])
         kept = torch.zeros(len(keys), len(units), dtype=torch.bool)
         for row, own in zip(kept, keys[:, units].flatten(2), strict=True):
             row[full_graph(own, round(KEEP * len(units)))] = True
         with tokenprune.patched(model, "saint", keep=KEEP, layer=layer, guard="off"):
-            got = tiles.encode(model, inputs)
-        assert torch.equal(torch.cat([g[-len(units) :] for g in get_record(got).groups]).view_as(kept) >= 0, kept)
-        columns = torch.zeros(len(kept), keys.shape[1], dtype=torch.bool)
-        columns[:, torch.tensor(units).flatten()] = kept.repeat_interleave(len(units[0]), dim=1)
-        with tiles.masked(model, torch.cat([columns.new_ones(len(kept), ahead), columns], dim=1), layer + 1):
-            want = tiles.encode(model, inputs)
-        mine, theirs = (torch.cat(list(one.pooler_output)).flatten(0, -2).view(*kept.shape, -1) for one in (got, want))
-        close(mine[kept], theirs[kept])
+            got = encode(model, inputs)["image"]
+        check_kept_tiles(model, inputs, got, kept, units, tokens, layer + 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"threshold": 0.2, "partners": 1}], ids=["exact", "threshold"])
-@pytest.mark.parametrize("name", [*tiles.NAMES, "llava_next", "llava_onevision", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", [*TILES, "llava_next", "llava_onevision", "qwen2_5_vl", "qwen3_vl"])
 @torch.no_grad()
 def test_decoder_matches_masked_decoder(name: str, options: dict[str, Any], build) -> None:
-    family = tiles.family_of(name)
+    family = family_of(name)
     model, inputs = build(family), family.make_inputs(images=(2, 1))
-    with tokenprune.patched(model, "saint", keep=KEEP, layer=0, record=True, guard="off", **options):
-        got, stats = model(**inputs).logits, tokenprune.stats(model)
-        arguments = image_arguments(inputs) | {k: inputs[k] for k in ("image_grid_thw",) if k in inputs}
-        output = model.model.get_image_features(**arguments)
-    (cut,) = stats.cuts
+    run = run_patched(model, inputs, "saint", KEEP, steps=0, layer=0, guard="off", **options)
+    stats, (cut,) = run.stats, run.stats.cuts
     assert (cut.site, cut.method, cut.sources) == (Site.IN_ENCODER, "saint", None)
     assert stats.visual_tokens_out < stats.visual_tokens_in
     if not options and name not in ("internvl", "smolvlm"):  # of which an image is several tiles
         assert stats.visual_tokens_out == sum(round(KEEP * count) for row in inputs.counts for count in row)
-    length = inputs["input_ids"].shape[1]
-    alive = survivors(cut, length)
-    with with_features(model, output), reduced(family, model, stats.cuts, length):
-        close(got[alive], model(**inputs).logits[alive])
+    check_decoder(family, model, inputs, run)
 
 
-@pytest.mark.parametrize("name", ["llava", "internvl", "llava_next", "qwen2_5_vl"])
-@torch.no_grad()
-def test_keep_all_is_bit_equal(name: str, build) -> None:
-    family = tiles.family_of(name)
-    model, inputs = build(family), family.make_inputs(images=(2, 1))
-    want = model(**inputs).logits
-    for options in ({"keep": 1.0}, {"keep": 10**4}, {"keep": 10**4, "threshold": 1.1}):
-        with tokenprune.patched(model, "saint", guard="off", **options):
-            assert torch.equal(model(**inputs).logits, want)
-
-
-def test_conforms_is_served_and_rejects_invalid_setups(build) -> None:
-    for options in ({}, {"threshold": 0.2, "partners": 1}):
-        check_method(tokenprune.method("saint", **options))
-    assert find_unserved_reason(tokenprune.method("saint")) is None
+def test_invalid_setups_are_rejected(build) -> None:
     assert "With threshold, the content decides the count" in find_unserved_reason(
         tokenprune.method("saint", threshold=0.7)
     )

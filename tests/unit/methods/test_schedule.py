@@ -162,7 +162,6 @@ def counts_per_layer(cuts: list, row: int, piece: list[int], layers: int) -> lis
 )
 @torch.no_grad()
 def test_a_run_meets_the_budget(method: Any, keep: Any, family: Family, model: Any) -> None:
-    """Ragged rows, several images, on every kind of model: each image within one token."""
     budget = Budget.from_keep(keep)
     # A row without images computes all its FLOPs, whatever is asked for.
     inputs = family.make_inputs(images=(2, 1, 0) if budget.target != "flops_share" else (2, 1))

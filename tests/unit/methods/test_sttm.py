@@ -47,7 +47,6 @@ def test_matches_recursion(grid: tuple[int, int]) -> None:
 
 @each("grid", GRIDS)
 def test_exact_counts_in_batch(grid: tuple[int, int]) -> None:
-    """Each row as by itself, by the recursion and its bisection."""
     videos = [scene(2, *grid), scene(3, *grid, seed=1)]
     for share in (0.02, 0.3, 0.8):
         keep = [max(1, int(share * video[..., 0].numel())) for video in videos]

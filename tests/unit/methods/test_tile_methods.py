@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tokenprune
 from anyres_views import Picture
 from basics import MODEL_METHODS, TILE_METHODS, pieces
+from looking import look
+from module_calls import record_outputs
 from tests.unit.engine.test_oracle import BATCHES, check_generate, compare_forward
 from tokenprune import UnsupportedSetupError
 from tokenprune.integrations.shared import checks
@@ -28,22 +28,10 @@ PICTURES = {
 
 
 def looker(layers: tuple[int, ...] = (-1,)) -> tuple[Any, list[Any]]:
-    seen: list[Any] = []
+    def read(tokens: Any) -> Any:
+        return tokens.segments, tokens.tiling, [tokens.encoder_logits(layer) for layer in layers]
 
-    @dataclass(frozen=True)
-    class Look(tokenprune.Pruner):
-        """Record the observables."""
-
-        @property
-        def encoder_layers(self) -> tuple[int, ...]:
-            return layers
-
-        def score(self, tokens: Any) -> Tensor:
-            seen.append((tokens.segments, tokens.tiling, [tokens.encoder_logits(layer) for layer in layers]))
-            return tokens.mask.float()
-
-    Look.name, Look.needs = "look", frozenset({"tiling", "encoder_logits"})
-    return Look(), seen
+    return look(read, ("tiling", "encoder_logits"), layers)
 
 
 def test_both_methods_are_registered() -> None:
@@ -53,7 +41,6 @@ def test_both_methods_are_registered() -> None:
 @pytest.mark.parametrize("name", TILED)
 @torch.no_grad()
 def test_tiling_of_an_image(name: str, build: Any) -> None:
-    """The tile of each thumbnail region, and the position of each token in the map of all tiles."""
     family, (method, seen) = FAMILIES[name], looker()
     with tokenprune.patched(build(family), method, keep=0.5) as model:
         model(**family.make_inputs(images=(1, 1, 1, 1), sizes=list(PICTURES)))
@@ -85,18 +72,10 @@ def test_logits_equal_the_tower(name: str, layer: int, build: Any) -> None:
     ((segments, _, (logits,)),) = seen
     tower = model.model.vision_tower
     block = tower.encoder.layers[0 if layer == 0 else len(tower.encoder.layers) + model.config.vision_feature_layer]
-    found: dict[str, Tensor] = {}
-    hooks = [
-        getattr(block.self_attn, f"{one}_proj").register_forward_hook(
-            lambda m, a, out, one=one: found.update({one: out})
-        )
-        for one in "qk"
-    ]
-    model(**inputs)
-    for hook in hooks:
-        hook.remove()
+    with record_outputs(block.self_attn.q_proj) as queries, record_outputs(block.self_attn.k_proj) as keys:
+        model(**inputs)
     heads = block.self_attn.num_heads
-    query, key = (found[one].unflatten(-1, (heads, -1)).transpose(1, 2) for one in "qk")  # [tiles, H, patches, Dh]
+    query, key = (x[0].unflatten(-1, (heads, -1)).transpose(1, 2) for x in (queries, keys))  # [tiles, H, patches, Dh]
     every = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
     want = every[:, :, 0, 1:] if name == "llava_next" else every.mean(2)
     first = 0

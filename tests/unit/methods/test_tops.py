@@ -7,18 +7,8 @@ import pytest
 import torch
 
 import tokenprune
-from greedy import alone, cosine_table, image_tokens, picked
-from tests.unit.methods.naive.tops import naive_agilepruner
+from greedy import image_tokens, picked
 from tokenprune.methods.pre_llm.agilepruner import compute_effective_rank
-
-
-@pytest.mark.parametrize("name", ["tops", "idselection", "agilepruner"])
-def test_first_pick_has_the_most_attention(name: str) -> None:
-    method, tokens = tokenprune.method(name), image_tokens([40], [12])
-    (want,) = picked(method, tokens)
-    attention = tokens.encoder_attention(-1)
-    assert int(attention.mean(1).argmax()) in want
-    assert picked(method, image_tokens([40], [1])) == [[int(attention.mean(1).argmax())]]
 
 
 @pytest.mark.parametrize("name", ["tops", "idselection", "agilepruner"])
@@ -40,19 +30,6 @@ def test_limits_with_attention_only() -> None:
     assert picked(tokenprune.method("idselection", gamma=1e6), tokens) == top
     (few,), (many,) = (picked(tokenprune.method("agilepruner", average_rank=r), tokens) for r in (5.0, 2000.0))
     assert len(set(few) & set(top[0])) < len(set(many) & set(top[0]))
-
-
-def test_agilepruner_suppresses_before_filling() -> None:
-    tokens = image_tokens([60], [20])
-    seen = alone(tokens, 0)
-    picks = naive_agilepruner(**seen, keep=60, filled=False)
-    order = seen["a"].argsort(descending=True).tolist()
-    rank = float(compute_effective_rank(tokens.hidden, tokens.mask))
-    distance = 1 - cosine_table(seen["x"])
-    for n, i in enumerate(picks):
-        for j in picks[:n]:
-            assert distance[i, j] >= min((order.index(j) + 1) * rank / 95 * 0.01, 0.25)
-    assert set(picked(tokenprune.method("agilepruner"), image_tokens([60], [len(picks)]))[0]) == set(picks)
 
 
 def test_effective_rank() -> None:

@@ -12,13 +12,12 @@ from torch import Tensor
 
 import tokenprune
 from families import FAMILIES
-from oracle import close
-from tests.unit.tower.test_packed_units import in_rows
-from tests.unit.tower.test_unit_dropping import DIFFERENT, MODALITIES, UNIT, encode, masked, tensors_of, tower_of
+from packed_towers import DIFFERENT, MODALITIES, UNIT, check_kept_units, read_states
 from tokenprune import OptionError
 from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.testing import check_method
+from tower_features import encode
 
 SCORES = ("diverse", "change", "norm", "detail", "random")
 HIDDEN = SCORES[:3]
@@ -83,17 +82,6 @@ def test_kept_units_match_loop(score: str) -> None:
             assert got.flatten(1).sum(1).tolist() == shares(most, grid[0])
 
 
-def test_diverse_uses_directions_and_norm_uses_lengths() -> None:
-    """Units that are alike but for their length are one to "diverse", and of no two scores is the choice the same."""
-    x = noise(1, 4, 6, 12)
-    longer = x * (1 + torch.arange(24.0)).view(1, 4, 6, 1)
-    same = {score: tokenprune.method("towerdrop", score=score).keep_units for score in SCORES}
-    assert torch.equal(same["diverse"](x, 6), same["diverse"](longer, 6))
-    assert same["norm"](longer, 6).flatten()[12:].sum() > 3
-    kept = {tuple(choose(x, 6).flatten().tolist()) for score, choose in same.items() if score != "change"}
-    assert len(kept) == 4
-
-
 def test_random_depends_on_seed_and_size() -> None:
     x = noise(2, 6, 6, 4)
     first, again, other = (tokenprune.method("towerdrop", score="random", seed=seed) for seed in (0, 0, 1))
@@ -126,16 +114,6 @@ def test_invalid_setups_are_rejected(build) -> None:
         tokenprune.patch(build(FAMILIES["mistral3"]), "towerdrop")
 
 
-def states(model, inputs, modality: str) -> tuple[list[Tensor], Tensor]:
-    """Return the states that enter each block of the unpatched tower, `[units, patches, D]` in the order of rows."""
-    tower, grids, seen = tower_of(model), inputs[f"{modality}_grid_thw"], []
-    handles = [block.register_forward_pre_hook(lambda m, args: seen.append(args[0])) for block in tower.blocks]
-    encode(model, {name: inputs[name] for name in (MODALITIES[modality], f"{modality}_grid_thw")})
-    for handle in handles:
-        handle.remove()
-    return [x.view(-1, UNIT, x.shape[-1])[in_rows(tower, grids)] for x in seen], grids
-
-
 def seen_by(score: str, entered: list[Tensor], layer: int) -> Tensor:
     """Return the values that the method sees, `[units, P]`, of the states that entered each block."""
     if score == "diverse":
@@ -152,7 +130,7 @@ def test_tower_matches_masked_tower(name: str, score: str, modality: str, build)
     model = build(family)
     images = {"images": (2, 1)} if modality == "image" else {"images": (0, 0), "video": True}
     inputs = family.make_inputs(**images)
-    entered, grids = states(model, inputs, modality)
+    entered, grids = read_states(model, inputs, modality), inputs[f"{modality}_grid_thw"]
     sizes = [t * h * w // UNIT for t, h, w in grids.tolist()]
     for layer in range(score == "change", len(entered)):
         shown = seen_by(score, entered, layer).split(sizes)
@@ -163,20 +141,4 @@ def test_tower_matches_masked_tower(name: str, score: str, modality: str, build)
         with tokenprune.patched(model, "towerdrop", keep=0.3, layer=layer, score=score):
             got = encode(model, inputs)[modality]
         assert all(map(torch.equal, get_record(got).kept, kept)), layer
-        whole, left = UNIT * sum(sizes), UNIT * int(torch.cat(kept).sum())
-        assert get_record(got).block_tokens == [whole] * layer + [left] * (len(entered) - layer)
-        with masked(tower_of(model), grids, kept, layer):
-            want = encode(model, inputs)[modality]
-        for mine, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
-            close(mine[torch.cat(kept)], theirs[torch.cat(kept)])
-
-
-@pytest.mark.parametrize("score", HIDDEN)
-@torch.no_grad()
-def test_keep_all_is_bit_equal(score: str, build) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs(images=(2, 1))
-    want = model(**inputs).logits
-    for keep in (1.0, 10**4):
-        with tokenprune.patched(model, "towerdrop", keep=keep, layer=1, score=score):
-            assert torch.equal(model(**inputs).logits, want)
+        check_kept_units(model, inputs, modality, got, kept, layer)

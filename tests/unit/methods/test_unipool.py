@@ -3,43 +3,19 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
-import pytest
 import torch
 from torch import Tensor
 
 import tokenprune
 from each import each
-from tests.unit.methods.naive.unipool import near, pool_of
 from tokenprune import Budget, Pruner
 from tokenprune.testing import visual_tokens
-from videos import attention_of, best, cos, given, moving, select, shares_of
+from videos import attention_of, best, cos, given, select
 
 
 def inner(**options: float) -> Pruner:
     (_, _), (second, _) = tokenprune.method("unipool", **options).stages(Budget(keep=0.4), 28)
     return second
-
-
-def pooled(video: Tensor, keep: int, **options: float) -> set[int]:
-    """Return the kept tokens without clusters."""
-    tokens = given([video], [keep], [(1, video.shape[1])])
-    return set(select("unipool", tokens, inner=False, clusters=0.0, **options).keep[0].nonzero().flatten().tolist())
-
-
-@each("seed", range(3))
-def test_pool_is_diverse(seed: int) -> None:
-    """If the pool must be filled, rejected tokens with the most attention are added."""
-    video = moving(6, 4, 4, seed=seed, noise=0.3)
-    x, attention = video.flatten(0, 1).tolist(), attention_of(video).flatten().tolist()
-    walk = pool_of(x, attention, 96, 0.7)
-    size = next(n for n in range(97) if any(near(x[walk[n]], x[j]) >= 0.7 for j in walk[:n]))
-    assert 8 < size < 90
-    for keep in (5, size):
-        assert all(near(x[i], x[j]) < 0.7 for i, j in combinations(pooled(video, keep), 2))
-    refused = [i for i in range(96) if i not in walk[:size]]
-    assert pooled(video, size + 4) == {*walk[:size], *best(refused, attention, 4)}
 
 
 def test_copies_are_pooled_once() -> None:
@@ -49,24 +25,6 @@ def test_copies_are_pooled_once() -> None:
         tokens = given([video], [keep], [(3, 4)], attention=[attention])
         kept = select("unipool", tokens, inner=False, clusters=0.0).keep[0].nonzero().flatten().tolist()
         assert kept == sorted(best(range(12), attention[0].tolist(), keep))
-
-
-def test_without_threshold_highest_attention_is_kept() -> None:
-    video = moving(5, 4, 4, seed=2)
-    attention = attention_of(video).flatten().tolist()
-    for keep in (1, 7, 40):
-        assert pooled(video, keep, threshold=1.5) == set(best(range(80), attention, keep))
-
-
-def test_clusters_merge_all_other_tokens() -> None:
-    video = moving(5, 4, 4, seed=3)
-    alone = shares_of(select("unipool", given([video], [10], [(4, 4)]), inner=False, clusters=0.0), 0, 80)
-    assert all(group == {i: 1.0} for i, group in alone.items()) and len(alone) == 10
-    groups = shares_of(select("unipool", given([video], [10], [(4, 4)]), inner=False), 0, 80)
-    assert sorted(i for group in groups.values() for i in group) == [*range(80)] and len(groups) == 10
-    assert sum(len(group) == 1 for group in groups.values()) >= 7  # 3 of 10 are clusters
-    for group in groups.values():
-        assert min(group.values()) == pytest.approx(max(group.values()))
 
 
 def rows(x: Tensor, attention: Tensor, text: Tensor) -> tuple[list[float], list[float]]:
@@ -128,13 +86,3 @@ def test_nan_token_does_not_spread() -> None:
     )  # fmt: skip
     kept = inner(balance=1.0).select(tokens).keep[0].nonzero().flatten().tolist()
     assert kept == sorted(best([i for i in range(8) if i != 2], seen[0, 1].tolist(), 3))
-
-
-def test_two_cuts_meet_average_budget() -> None:
-    for layers, where in ((28, 18), (32, 21), (4, 3)):
-        (first, early), (second, late) = tokenprune.method("unipool").stages(Budget(keep=0.2), layers)
-        assert first == tokenprune.method("unipool", inner=False) and (second.layer, early.cuts) == (where, late.cuts)
-        assert [relative for _, relative in early.cuts] == [1.0, 0.5]
-    (_, _), (second, _) = tokenprune.method("unipool", inner=0.25).stages(Budget(keep=0.2), 28)
-    assert second.layer == 7 and second.query_aware
-    assert tokenprune.method("unipool").query_aware and tokenprune.method("unipool", inner=False).prefix_cache_safe

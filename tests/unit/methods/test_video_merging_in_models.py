@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tokenprune
+from basics import VIDEO_METHODS
 from families import FAMILIES as OTHERS
 from oracle import close, generate_logits, reduced, survivors
 from tests.unit.engine.test_oracle import compare_forward
@@ -38,7 +39,6 @@ def family(request: pytest.FixtureRequest) -> Family:
 @pytest.mark.parametrize("method", BOTH)
 @torch.no_grad()
 def test_forward_matches_reference(method: tokenprune.Method, family: Family, build: Callable[..., Any]) -> None:
-    """A ragged batch of videos: with an image beside, behind padding."""
     other = 5 if family.name == "llava_onevision" else 3  # whose videos are one tensor
     inputs = family.make_inputs(images=(0, 0), video=(5, other))
     compare_forward(family, build(family), method, inputs, 0.4)
@@ -47,7 +47,6 @@ def test_forward_matches_reference(method: tokenprune.Method, family: Family, bu
 @pytest.mark.parametrize("method", BOTH)
 @torch.no_grad()
 def test_generate_with_image_in_prompt(method: tokenprune.Method, family: Family, build: Callable[..., Any]) -> None:
-    """The image keeps all its tokens behind every cut."""
     model, inputs = build(family), family.make_inputs(images=(1,), video=4)
     with tokenprune.patched(model, method, keep=0.4, record=True):
         got, tokens, _ = generate_logits(model, inputs, 3)
@@ -76,10 +75,12 @@ def test_keep_all_changes_nothing(name: str, family: Family, build: Callable[...
             assert torch.equal(model(**inputs).logits, plain)
 
 
-@pytest.mark.parametrize("method", BOTH)
+DROPPING = [tokenprune.method(name) for name in VIDEO_METHODS if name not in (*METHODS, "sttm")]
+
+
+@pytest.mark.parametrize("method", [*BOTH, *(pytest.param(method, id=method.name) for method in DROPPING)])
 @torch.no_grad()
 def test_question_does_not_change_first_cut(method: tokenprune.Method, build: Callable[..., Any]) -> None:
-    """The first cut does not see it."""
     family = MODELS["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(0,), video=6)
     found = []

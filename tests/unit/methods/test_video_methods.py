@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,68 +11,33 @@ import torch
 from torch import Tensor
 
 import tokenprune
+import videos
 from basics import VIDEO_METHODS
 from each import each
 from naive_video import NAIVE, Places, spread
 from tokenprune import VisualTokens
-from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import available_observables, find_observable
-from tokenprune.selection.segments import Patches, Sizes
-from tokenprune.testing import visual_tokens
 
 PLACES, WIDTH = 6, 12
 MERGING = [name for name in VIDEO_METHODS if tokenprune.method_info(name).merges]
 DROPPING = [name for name in VIDEO_METHODS if name not in MERGING]
 
 
-def moving(frames: int, places: int = PLACES, seed: int = 0, size: int = 1) -> tuple[Tensor, Tensor]:
-    """Return a video (F, P, D) with an object moving over a static background of similar patches, and its mask (F,
-    P)."""
+def moving(frames: int, places: int = PLACES, seed: int = 0, size: int = 1) -> Tensor:
+    """Return a video (F, P, D) with an object moving over a static background of similar patches."""
     g = torch.Generator().manual_seed(seed)
     ground = torch.randn(WIDTH, generator=g) + 0.5 * torch.randn(places, WIDTH, generator=g)
     video = ground.repeat(frames, 1, 1)
     thing = torch.randn(size, WIDTH, generator=g)
-    shown = torch.zeros(frames, places, dtype=torch.bool)
     for t in range(frames):
-        where = [(2 * t + i) % places for i in range(size)]
-        video[t, where] = thing + 0.1 * torch.randn(size, WIDTH, generator=g)
-        shown[t, where] = True
-    return video, shown
+        video[t, [(2 * t + i) % places for i in range(size)]] = thing + 0.1 * torch.randn(size, WIDTH, generator=g)
+    return video
 
 
-def tokens_of(
-    name: str, videos: Sequence[Tensor], keep: Sequence[int], behind: int = 0, seed: int = 0, **given: Any
-) -> VisualTokens:
-    """The view that a method gets of videos `[F, P, D]`. behind: tokens that follow the last frame of each."""
-    counts = [video.shape[0] * video.shape[1] + behind for video in videos]
-    hidden = torch.full((len(videos), max(counts), WIDTH), 9.0)
-    for row, video in enumerate(videos):
-        hidden[row, : counts[row] - behind] = video.flatten(0, 1)
-    needs = tokenprune.method(name).needs
-    for need in available_observables():
-        seen = find_observable(need)
-        if not seen.is_declared(needs) or seen.where in (ObservedAt.CUT, ObservedAt.FRAMES) or need in given:
-            continue
-        if need == "patches":
-            given[need] = patches_of(videos, counts)
-            continue
-        # Of a token the same, whatever stands behind it or beside its video.
-        made = seen.example(Sizes((512,), width=WIDTH), torch.Generator().manual_seed(seed))
-        made = made.narrow(seen.axes.index("N"), 0, max(counts))
-        given[need] = made.expand(len(videos), *made.shape[1:])
-    frames = [[video.shape[1]] * video.shape[0] for video in videos]
-    return visual_tokens(hidden, counts, keep=list(keep), frames=frames, modality="video", **given)
-
-
-def patches_of(videos: Sequence[Tensor], counts: Sequence[int]) -> Patches:
-    """Each frame is a tile of one row."""
-    cells = torch.zeros(6, len(videos), max(counts), dtype=torch.long)
-    cells[0] = -1
-    for row, video in enumerate(videos):
-        frames, places, _ = video.shape
-        for i in range(frames * places):
-            cells[:, row, i] = torch.tensor([i // places, 0, i % places, 1, places, 1])
-    return Patches(*cells, tiles=int(cells[0].max()) + 1)
+def tokens_of(batch: Sequence[Tensor], keep: Sequence[int], newline: bool = False, **more: Any) -> VisualTokens:
+    """Return the tokens of videos (F, P, D). The attention does not depend on the row of a video."""
+    attention = [videos.attention_of(video) for video in batch]
+    grids = [(1, video.shape[1]) for video in batch]
+    return videos.given(list(batch), list(keep), grids, newline, attention=attention, **more)
 
 
 def kept_of(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
@@ -101,55 +65,54 @@ def places(kept: list[int], per_frame: int = PLACES) -> Places:
 def test_counts_are_exact(name: str, frames: int) -> None:
     count = frames * PLACES
     for keep in sorted({1, max(1, frames - 1), frames, count // 3, count - 1, count}):
-        for video in (moving(frames)[0], moving(1)[0].repeat(frames, 1, 1), torch.zeros(frames, PLACES, WIDTH)):
-            (kept,) = kept_of(name, tokens_of(name, [video], [keep]))
+        for video in (moving(frames), moving(1).repeat(frames, 1, 1), torch.zeros(frames, PLACES, WIDTH)):
+            (kept,) = kept_of(name, tokens_of([video], [keep]))
             check_count(name, kept, keep)
 
 
 @each("name", VIDEO_METHODS)
 def test_batch_matches_single_videos(name: str) -> None:
-    """Of other lengths, with frames of other sizes, and several in one prompt."""
-    videos = [moving(5)[0], moving(3, 9, seed=1)[0], moving(1, 4, seed=2)[0], moving(16, 2, seed=3)[0]]
+    batch = [moving(5), moving(3, 9, seed=1), moving(1, 4, seed=2), moving(16, 2, seed=3)]
     for keep in ([9, 20, 3, 7], [30, 5, 2, 32], [4, 26, 4, 15]):
-        alone = [kept_of(name, tokens_of(name, [video], [k]))[0] for video, k in zip(videos, keep, strict=True)]
+        alone = [kept_of(name, tokens_of([video], [k]))[0] for video, k in zip(batch, keep, strict=True)]
         drawn = "seed" in tokenprune.method_info(name).options  # by the place in the prompt, as `random` does
         for rows in ([0, 1, 2, 3], [0, 0, 1, 1])[: 1 if drawn else 2]:
-            assert kept_of(name, tokens_of(name, videos, keep, rows=rows)) == alone
+            assert kept_of(name, tokens_of(batch, keep, rows=rows)) == alone
 
 
 @each("name", VIDEO_METHODS)
 @each("frames", [1, 5])
 def test_newline_after_video_is_kept(name: str, frames: int) -> None:
     """The newline counts, and the frames keep the same tokens as without it, at least one."""
-    video = moving(frames)[0]
+    video = moving(frames)
     for keep in (1, 4, frames * PLACES - 1):
-        without = kept_of(name, tokens_of(name, [video], [keep]))[0]
-        assert kept_of(name, tokens_of(name, [video], [keep + 1], behind=1))[0] == [*without, frames * PLACES]
-    assert kept_of(name, tokens_of(name, [video], [1], behind=1)) == kept_of(name, tokens_of(name, [video], [1]))
+        without = kept_of(name, tokens_of([video], [keep]))[0]
+        assert kept_of(name, tokens_of([video], [keep + 1], newline=True))[0] == [*without, frames * PLACES]
+    assert kept_of(name, tokens_of([video], [1], newline=True)) == kept_of(name, tokens_of([video], [1]))
 
 
 @each("name", VIDEO_METHODS)
 def test_unpruned_segments_are_skipped(name: str) -> None:
     """As an image beside a video is, which a method sees as one frame of many tokens: its NaN are its own."""
-    video, image = moving(5)[0], torch.full((1, 40, WIDTH), torch.nan)
-    alone = kept_of(name, tokens_of(name, [video], [9]))[0]
-    assert kept_of(name, tokens_of(name, [video, image], [9, 40])) == [alone, list(range(40))]
-    assert kept_of(name, tokens_of(name, [image], [40])) == [list(range(40))]
+    video, image = moving(5), torch.full((1, 40, WIDTH), torch.nan)
+    alone = kept_of(name, tokens_of([video], [9]))[0]
+    assert kept_of(name, tokens_of([video, image], [9, 40])) == [alone, list(range(40))]
+    assert kept_of(name, tokens_of([image], [40])) == [list(range(40))]
 
 
 @each("name", VIDEO_METHODS)
 def test_nan_tokens_do_not_fail(name: str) -> None:
-    video = moving(5)[0]
+    video = moving(5)
     video[2, 3, 1], video[4, 0] = torch.nan, torch.inf
     for keep in (1, 7, 29):
-        check_count(name, kept_of(name, tokens_of(name, [video], [keep]))[0], keep)
+        check_count(name, kept_of(name, tokens_of([video], [keep]))[0], keep)
 
 
 @each("name", VIDEO_METHODS)
 @each("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_selects_equally(name: str, dtype: torch.dtype) -> None:
-    tokens = tokens_of(name, [moving(5)[0].to(dtype).float()], [9])
-    half = tokens_of(name, [moving(5)[0]], [9])
+    video = moving(5)
+    tokens, half = tokens_of([video.to(dtype).float()], [9]), tokens_of([video], [9])
     half._source.visual["hidden"] = half.hidden.to(dtype)
     assert kept_of(name, half) == kept_of(name, tokens)
 
@@ -157,8 +120,8 @@ def test_half_precision_selects_equally(name: str, dtype: torch.dtype) -> None:
 @each("name", DROPPING)
 def test_identical_frames_keep_one_frame(name: str) -> None:
     """A static video keeps only its first frame, or the same patches of each frame."""
-    video = moving(1)[0].repeat(4, 1, 1)
-    (kept,) = kept_of(name, tokens_of(name, [video], [PLACES]))
+    video = moving(1).repeat(4, 1, 1)
+    (kept,) = kept_of(name, tokens_of([video], [PLACES]))
     frames: dict[int, list[int]] = {}
     for t, p in places(kept):
         frames.setdefault(t, []).append(p)
@@ -170,18 +133,6 @@ def test_identical_frames_keep_one_frame(name: str) -> None:
     assert all(len(of_frame) >= len(longest) - 2 and set(of_frame) <= set(longest) for of_frame in frames.values())
 
 
-@pytest.mark.parametrize("name", ["evs", "dycoke", "vidcom2", "vcast"])
-def test_moving_tokens_are_kept_above_chance(name: str) -> None:
-    """Compare the share of moving tokens among the kept tokens with `uniform`."""
-    seen = {name: 0, "uniform": 0}
-    for seed, keep in product(range(5), (16, 24, 40)):
-        video, shown = moving(8, 12, seed=seed, size=2)
-        for one in seen:
-            (kept,) = kept_of(one, tokens_of(one, [video], [keep]))
-            seen[one] += int(shown.flatten()[kept].sum())
-    assert seen[name] >= seen["uniform"] > 0
-
-
 # -- each against a loop -----------------------------------------------------------------------------------------------
 
 
@@ -189,14 +140,14 @@ def test_moving_tokens_are_kept_above_chance(name: str) -> None:
 @each("frames", [1, 2, 3, 5, 8])
 def test_matches_loop(name: str, frames: int) -> None:
     for kind in ("moving", "changing", "long"):
-        video = moving(frames)[0]
+        video = moving(frames)
         if kind == "changing":
             video = torch.randn(frames, PLACES, WIDTH, generator=torch.Generator().manual_seed(0))
         elif kind == "long":
-            video = moving(frames, 11, size=4)[0] * (1 + torch.arange(frames * 11).view(frames, 11, 1) % 3)
+            video = moving(frames, 11, size=4) * (1 + torch.arange(frames * 11).view(frames, 11, 1) % 3)
         count = video.shape[0] * video.shape[1]
         for keep in sorted({1, frames, count // 3 + 1, count // 2, count - 2} & set(range(1, count))):
-            (got,) = kept_of(name, tokens_of(name, [video], [keep]))
+            (got,) = kept_of(name, tokens_of([video], [keep]))
             assert places(got, video.shape[1]) == NAIVE[name](video.double(), keep), (keep, kind)
 
 
@@ -204,40 +155,28 @@ def test_every_dropping_method_has_reference() -> None:
     assert set(DROPPING) <= NAIVE.keys()
 
 
-def test_evs_is_monotone_and_scale_invariant() -> None:
-    video = moving(6)[0]
-    scale = 2.0 ** torch.randint(-3, 4, (6, PLACES, 1))
-    before: set[int] = set()
-    for keep in range(PLACES, 6 * PLACES):
-        (kept,) = kept_of("evs", tokens_of("evs", [video], [keep]))
-        assert kept_of("evs", tokens_of("evs", [video * scale], [keep])) == [kept]
-        assert before < set(kept) and set(range(PLACES)) <= set(kept)
-        before = set(kept)
-
-
 def test_evs_static_video_keeps_index_order() -> None:
     """Though rounding makes cosines of equal vectors differ. A token that changed comes before all that did not."""
     video = torch.randn(1, 40, WIDTH).repeat(4, 1, 1)
-    (kept,) = kept_of("evs", tokens_of("evs", [video], [57]))
+    (kept,) = kept_of("evs", tokens_of([video], [57]))
     assert kept == list(range(57))
     video[3:, 7] += 1
-    (kept,) = kept_of("evs", tokens_of("evs", [video], [41]))
+    (kept,) = kept_of("evs", tokens_of([video], [41]))
     assert kept == [*range(40), 3 * 40 + 7]
 
 
 def test_dycoke_counts_match_paper() -> None:
     """P + 3 (1 - k) P tokens per complete window, and the lowest indices in a static video."""
     still = torch.randn(1, 10, WIDTH).repeat(8, 1, 1)
-    (kept,) = kept_of("dycoke", tokens_of("dycoke", [still], [2 * (10 + 3 * 3)]))  # k = 0.7
+    (kept,) = kept_of("dycoke", tokens_of([still], [2 * (10 + 3 * 3)]))  # k = 0.7
     assert places(kept, 10) == [(t, p) for t in range(8) for p in range(10 if t % 4 == 0 else 3)]
 
 
 @pytest.mark.parametrize(("name", "keep"), [("evs", 5), ("dycoke", 11)])
 def test_uniform_fallback_is_noted(name: str, keep: int) -> None:
-    """Single frames, and budgets below the first frames, fall back to `uniform`."""
-    one, more = moving(1)[0], moving(8)[0]
+    one, more = moving(1), moving(8)
     for video, number, noted in ((one, 4, True), (more, keep, True), (more, 2 * PLACES, False)):
-        tokens = tokens_of(name, [video], [number])
+        tokens = tokens_of([video], [number])
         (kept,) = kept_of(name, tokens)
         notes = tokens._source.notes
         assert bool(notes) is noted and all(f"{name}: " in one and "uniform" in one for one in notes)
@@ -248,7 +187,7 @@ def test_uniform_fallback_is_noted(name: str, keep: int) -> None:
 def test_single_frame_is_spread_in_two_dimensions() -> None:
     video = torch.randn(3, 16, WIDTH)
     for name in ("evs", "frames"):
-        (kept,) = kept_of(name, tokens_of(name, [video], [4], grids=[(3, 4, 4)]))
+        (kept,) = kept_of(name, videos.given([video], [4], [(4, 4)]))
         assert [p for _, p in places(kept, 16)] == [5, 7, 13, 15]
 
 
@@ -260,18 +199,8 @@ ALL = dict.fromkeys(range(5), 4)
 )
 def test_frames_are_evenly_spaced(keep: int, want: dict[int, int]) -> None:
     video = torch.randn(5, 4, WIDTH)
-    (kept,) = kept_of("frames", tokens_of("frames", [video], [keep]))
+    (kept,) = kept_of("frames", tokens_of([video], [keep]))
     found: dict[int, int] = {}
     for t, _ in places(kept, 4):
         found[t] = found.get(t, 0) + 1
     assert found == want
-
-
-def test_vcast_favors_frames_at_scene_change() -> None:
-    first, second = torch.randn(2, 1, 20, WIDTH, generator=torch.Generator().manual_seed(0))
-    video = torch.cat([first + 0.02 * t for t in range(4)] + [second + 0.02 * t for t in range(4)])
-    (kept,) = kept_of("vcast", tokens_of("vcast", [video], [60]))
-    numbers = [sum(t == one for t, _ in places(kept, 20)) for one in range(8)]
-    assert min(numbers[3], numbers[4]) > max(numbers[1], numbers[2], numbers[5], numbers[6])
-    (kept,) = kept_of("vcast", tokens_of("vcast", [video[:2]], [20]))
-    assert sum(t == 0 for t, _ in places(kept, 20)) == 10

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tokenprune
 from merging_models import blocks_of, tower_of
+from module_calls import record_outputs
 from several_cuts import Arrived, check_in_model, counts_of
 from tokenprune import Budget
 from tokenprune.methods.pre_llm.vitcop import find_cluster_centers
@@ -89,7 +90,6 @@ def entered(tokens: VisualTokens, share: float) -> tuple[list[int], list[list[in
 
 
 def test_first_stage_equals_naive_loop_in_200_cases() -> None:
-    """Grids, widths and budgets vary, and some keys are near or equal."""
     draw = random.Random(0)
     for case in range(200):
         grid = draw.randint(1, 6), draw.randint(2, 7)
@@ -109,7 +109,6 @@ def test_first_stage_equals_naive_loop_in_200_cases() -> None:
 
 
 def test_early_cut_equals_naive_loop_in_200_cases() -> None:
-    """Kept tokens, and members and weight of each."""
     draw, method = random.Random(0), tokenprune.method("vitcop").stages(Budget(keep=0.2), 32)[1][0]
     for case in range(200):
         n = draw.randint(2, 40)
@@ -142,7 +141,6 @@ def test_too_many_by_rounding_go_from_the_largest_sums() -> None:
 
 
 def test_tiles_and_rows_are_independent() -> None:
-    """Other rows of the batch have no effect, and clusters never cross tiles."""
     for layout in LAYOUTS:
         for number, keep in enumerate(budgets(layout)):
             tokens = tower_tokens(layout, keep, seed=number)
@@ -177,13 +175,10 @@ def test_equal_keys_and_distance_limit() -> None:
 @torch.no_grad()
 def test_clusters_and_key_lengths_in_a_model(build: Any) -> None:
     """Clusters use the key projection of the block that the model reads, and key lengths are those in the cache."""
-    model, seen_keys = build(FAMILIES["llava"], "eager"), []
-    block = blocks_of(tower_of(model))[-2].self_attn
-    hook = block.k_proj.register_forward_hook(lambda *given: seen_keys.append(given[2][:, 1:]))
-    model(**FAMILIES["llava"].make_inputs(images=(2, 1)))
-    hook.remove()
-    (keys,) = seen_keys
-    images, clusters, groups = iter(keys.tolist()), [], []
+    model = build(FAMILIES["llava"], "eager")
+    with record_outputs(blocks_of(tower_of(model))[-2].self_attn.k_proj) as seen:
+        model(**FAMILIES["llava"].make_inputs(images=(2, 1)))
+    images, clusters, groups = iter(seen[0][:, 1:].tolist()), [], []
 
     def naive(seen: Arrived) -> list[int]:
         if seen.number == 0:

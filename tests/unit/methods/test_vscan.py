@@ -12,12 +12,14 @@ from torch import Tensor
 import tokenprune
 from basics import pieces
 from each import each
+from greedy import unit
+from module_calls import record_inputs
 from oracle import close, generate_logits, reduced, survivors
-from tests.unit.methods.test_methods import made_up, raster, unit
 from tests.unit.tower.test_encoder_attention import BATCHES, CASES, naive_scores
 from tokenprune import Budget, BudgetError, OptionError, Selection
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.selection.segments import Patches
+from tokenprune.testing import visual_tokens
 from zoo import FAMILIES, Family
 
 
@@ -72,12 +74,30 @@ def cells_of(patches: Patches, row: int, count: int) -> list[list[int]]:
     return torch.stack([x for x in vars(patches).values() if isinstance(x, torch.Tensor)])[:, row, :count].T.tolist()
 
 
-def scan(count: Any, keep: Any, grids: list, seed: int = 0, **more: Any) -> tuple[Any, Selection]:
-    options = {k: more.pop(k) for k in ("local", "window", "merge") if k in more}
-    g = torch.Generator().manual_seed(seed)
-    scores = {layer: torch.rand(len(count), max(count), generator=g) for layer in (0.25, -1)}
-    tokens = made_up(count, keep, text=0, seed=seed, grids=grids, **{"encoder": scores, **more})
+def scan(
+    count: list[int], keep: list[int], grids: list, encoder: Any = None, patches: Patches | None = None, **options: Any
+) -> tuple[Any, Selection]:
+    """Return random tokens of one image per row, and their selection. encoder: scores (rows, tokens) of each block."""
+    g = torch.Generator().manual_seed(0)
+    scores = encoder or {layer: torch.rand(len(count), max(count), generator=g) for layer in (0.25, -1)}
+    tokens = visual_tokens(
+        torch.randn(len(count), max(count), 8, generator=g), count, keep=keep, grids=grids,
+        encoder_attention={layer: score[:, None] for layer, score in scores.items()},
+        patches=patches or raster(count, grids),
+    )  # fmt: skip
     return tokens, tokenprune.method("vscan", **options).select(tokens)
+
+
+def raster(counts: list[int], grids: list[tuple[int, int, int] | None]) -> Patches:
+    """Return patches in raster order, or in one row for an unknown grid. Padding is in no tile."""
+    cells = torch.zeros(6, len(counts), max(counts), dtype=torch.long)
+    cells[0] = -1
+    for row, count in enumerate(counts):
+        _, height, width = grids[row] or (1, 1, count)
+        for i in range(count):
+            index = (i // (height * width), i // width % height, i % width)
+            cells[:, row, i] = torch.tensor([*index, height, width, 1])
+    return Patches(*cells, tiles=int(cells[0].max()) + 1)
 
 
 GRIDS = [[(1, 6, 6), (1, 12, 12)], [(1, 7, 5), (1, 1, 9)], [(3, 4, 6), (5, 1, 2)], [(1, 13, 10), (2, 8, 9)]]
@@ -145,21 +165,6 @@ def test_every_window_is_used_and_no_token_is_picked_twice() -> None:
                 used[window_of(cell, 3)][0] += kept
                 used[window_of(cell, 3)][1] += 1
             assert all(kept >= min(size, keep // 2 // len(used)) for kept, size in used.values())
-
-
-def test_merging_conserves_the_sum() -> None:
-    """Group sizes times means equal the sum of all tokens, in any order."""
-    tokens, selection = scan([36], [9], [(1, 6, 6)])
-    kept, assign = selection.keep[0].nonzero().flatten().tolist(), selection.assign[0]
-    size = torch.bincount(assign, minlength=36)
-    mean = torch.stack([tokens.hidden[0, assign == i].mean(0) for i in kept])
-    close((mean * size[kept, None]).sum(0), tokens.hidden[0].sum(0))
-    assert int(size.sum()) == 36
-    rest = [i for i in range(36) if i not in kept]
-    swapped = torch.arange(36)
-    swapped[rest] = torch.tensor(rest)[torch.randperm(len(rest), generator=torch.Generator().manual_seed(1))]
-    _, other = scan([36], [9], [(1, 6, 6)], hidden=tokens.hidden[:, swapped])
-    assert torch.equal(other.keep, selection.keep) and torch.equal(other.assign[0], assign[swapped])
 
 
 def test_long_sequences_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,14 +240,10 @@ def cuts_of(model: Any, inputs: Any, keep: Any = 0.3, **options: Any) -> list:
 def test_stage_1_equals_tower_attention_maps(
     family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens follow from the towers' attention maps and the decoder's embeddings."""
     model, inputs = build(family, "eager"), family.make_inputs(**BATCHES[batch])
     cells, scores = naive_scores(family, model, inputs, monkeypatch, (0.25, -1))
-    embeds: list[Tensor] = []
-    layer = model.get_submodule(family.decoder).layers[0]
-    handle = layer.register_forward_pre_hook(lambda module, args: embeds.append(args[0]))
-    model(**inputs)
-    handle.remove()
+    with record_inputs(model.get_submodule(family.decoder).layers[0]) as embeds:
+        model(**inputs)
     (cut,) = cuts_of(build(family), inputs, stage2=False)
     flat = family.visual_mask(model, inputs).nonzero().tolist()
     number = {tuple(place): i for i, place in enumerate(flat)}
@@ -264,7 +265,6 @@ def test_stage_1_equals_tower_attention_maps(
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @torch.no_grad()
 def test_stage_2_equals_eager_attention_of_the_next_layer(layer: int, family: Family, build) -> None:
-    """Compare with an eager model that is cut by stage 1 only."""
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 2))
     vscan, shape = tokenprune.method("vscan", layer=layer), DecoderShape.from_config(model.config.get_text_config())
     (first, budget), (_, share) = vscan.stages(Budget(keep=0.4), 4)
@@ -288,7 +288,6 @@ def test_stage_2_equals_eager_attention_of_the_next_layer(layer: int, family: Fa
 @pytest.mark.parametrize("name", ["llava", "llava_next", "gemma3"])
 @torch.no_grad()
 def test_stage_2_attends_to_cached_tokens(name: str, build) -> None:
-    """An image in a later turn."""
     family = FAMILIES[name]
     model, inputs = build(family, "eager"), family.make_inputs(only=0)
     early = torch.arange(20, 32)[None]
@@ -328,7 +327,6 @@ def test_cache_lengths_and_averages(family: Family, model) -> None:
 
 @torch.no_grad()
 def test_questions_and_sites(family: Family, model) -> None:
-    """Stage 1 ignores the question, `generate` equals a forward, and positions are those of the prompt."""
     inputs = family.make_inputs(images=(2, 1))
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
     other["input_ids"][:, -4:] = torch.arange(100, 104)
@@ -372,7 +370,6 @@ def test_composition(methods: list, keep: Any, family: Family, model) -> None:
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
 @torch.no_grad()
 def test_beams(batch: dict, family: Family, model) -> None:
-    """Images are encoded once, and features are repeated for each beam."""
     inputs = family.make_inputs(**batch)
     beams = dict(max_new_tokens=3, num_beams=2)
     (cut, _) = cuts_of(model, inputs)

@@ -59,7 +59,6 @@ def test_budget_below_one_layer_is_rejected() -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 @torch.no_grad()
 def test_image_size_decides_layer(name: str, build: Any) -> None:
-    """By a number of tokens: against the mask oracle, in prefill and while decoding."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     counts = [n for row in inputs.counts for n in row]

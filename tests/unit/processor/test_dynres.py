@@ -186,7 +186,6 @@ def test_llava_gives_a_call_one_size() -> None:
 
 
 def test_a_question_about_text_gets_the_full_size() -> None:
-    """Of a batch, only the images of the prompts that ask for it; alone or in a batch, flat or nested."""
     processor = Qwen2VLProcessor(
         Qwen2VLImageProcessor(**LIMITS), special_tokenizer(video_token="<v>"), Qwen2VLVideoProcessor()
     )

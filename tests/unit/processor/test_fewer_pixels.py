@@ -17,12 +17,8 @@ import tokenprune
 from basics import METHODS, snapshot
 from each import each
 from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, state, written
-from tokenprune import (
-    UnsupportedSetupError,
-    count_visual_tokens,
-    patch_processor,
-    unpatch_processor,
-)
+from pruned import run_pruned
+from tokenprune import UnsupportedSetupError, count_visual_tokens, patch_processor, unpatch_processor
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
 from zoo import FAMILIES
 
@@ -151,7 +147,6 @@ def test_qwen_keeps_the_share(settings: dict, size: tuple[int, int], keep: float
 
 
 def test_qwen_image_is_resized_once() -> None:
-    """The processor finds an image that it need not touch."""
     processor = Qwen2VLImageProcessor(**LIMITS)
     image = photo(160, 240)
     by_hand = processor(image.resize((120, 80), Image.Resampling.BICUBIC))
@@ -234,21 +229,15 @@ def test_the_count_without_the_method(build: Any) -> None:
         model(**inputs)
         assert tokenprune.stats(model).visual_tokens_full is tokenprune.stats(model).pixel_keep_ratio is None
         assert "without" not in repr(tokenprune.stats(model))
-    with tokenprune.patched(model, "divprune", keep=0.25):
-        model(**inputs)
-        assert tokenprune.stats(model).visual_tokens_full is None
+    assert run_pruned(model, inputs, "divprune", 0.25)[1].visual_tokens_full is None
 
 
 def test_a_count_that_is_not_known_is_not_told() -> None:
     counts = PixelCounts()
     assert counts.find_unpruned([12]) is None
     counts.record(12, 48)
-    assert (
-        counts.find_unpruned([12]),
-        counts.find_unpruned([12, 12]),
-        counts.find_unpruned([0, 12]),
-        counts.find_unpruned([24]),
-    ) == (48, 96, 48, None)
+    found = [counts.find_unpruned(tokens) for tokens in ([12], [12, 12], [0, 12], [24])]
+    assert found == [48, 96, 48, None]
     counts.record(12, 48)
     assert counts.find_unpruned([12]) == 48
     counts.record(12, 50)  # which of the two?

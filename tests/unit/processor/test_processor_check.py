@@ -64,9 +64,6 @@ def check(processor: Any, model: Any) -> None:
     check_processor(processor, get_adapter(model))
 
 
-# -- processors that are taken
-
-
 @each("name", SHIPPED)
 def test_shipped_models_take_their_processors(name: str) -> None:
     model, processor = shipped(name)
@@ -77,17 +74,23 @@ def test_shipped_models_take_their_processors(name: str) -> None:
             pass
 
 
-def test_each_real_processor_has_a_family() -> None:
-    assert MATCHING.keys() == COUNTED.keys()
-
-
 @each("name", COUNTED)
 def test_families_take_their_processors(name: str) -> None:
+    assert MATCHING.keys() == COUNTED.keys()
     family = ALL[MATCHING[name]]
     for variant in COUNTED[name].variants:
         processor = COUNTED[name].make(**variant)
         model = build_for(family, processor) if hasattr(processor, "image_token_id") else family.build()
         check(processor, model)
+
+
+def test_vocabularies_of_other_sizes_are_taken() -> None:
+    model, processor, _ = vlm()
+    check(processor, build_for(FAMILIES["llava"], processor))  # 160 embeddings for 97 tokens
+    processor = copy.deepcopy(processor)
+    processor.tokenizer.add_tokens([f"<new{index}>" for index in range(200)])
+    assert len(processor.tokenizer) > model.config.text_config.vocab_size
+    check(processor, model)
 
 
 def gemma() -> Any:
@@ -130,19 +133,6 @@ def test_placeholders_with_other_names_are_found(name: str, make: Any, placehold
         check(processor, replace(family, config={**family.config, key: token_id + 10}).build())
 
 
-def test_added_tokens_are_taken() -> None:
-    model, processor, _ = vlm()
-    processor = copy.deepcopy(processor)
-    processor.tokenizer.add_tokens([f"<new{index}>" for index in range(200)])
-    assert len(processor.tokenizer) > model.config.text_config.vocab_size
-    check(processor, model)
-
-
-def test_more_embeddings_than_tokens_are_taken() -> None:
-    _, processor, _ = vlm()
-    check(processor, build_for(FAMILIES["llava"], processor))  # 160 embeddings for 97 tokens
-
-
 class Wrapper:
     """A custom processor that replaces `<image>` by the model's placeholder itself."""
 
@@ -169,9 +159,6 @@ def test_custom_processors_are_taken() -> None:
     check(custom, model)
     # Its `image_token` has id 4. Which token it writes for a model that looks for id 6 is not known.
     check(Wrapper(processor), build_for(FAMILIES["llava"], other))
-
-
-# -- processors that are refused
 
 
 def ways(tmp_path: Path) -> list[dict[str, Any]]:

@@ -39,8 +39,6 @@ def demo() -> Any:
     return demo_model()
 
 
-# -- errors
-
 FIXED = ["internvl", "gemma3", "idefics3", "smolvlm"]
 
 
@@ -82,13 +80,6 @@ def test_one_patch_on_a_processor(demo: Any) -> None:
     assert asked(processor, photo(90, 90))["pixel_values"].shape[-1] == 224
 
 
-def test_a_processor_that_resizes_every_image_is_refused() -> None:
-    """Its tokens cannot be counted, and its `size` says that all images get the same size."""
-    model = plain.FAMILIES["mistral3"].build()
-    with pytest.raises(UnsupportedSetupError, match="resizes every image to one size"):
-        tokenprune.patch(model, "downsample", keep=0.5, processor=SiglipImageProcessor())
-
-
 def test_settings_of_the_call_are_heard(demo: Any) -> None:
     processor, image = llava(), photo(300, 200)
     with tokenprune.patched(demo, "downsample", keep=0.25, processor=processor):
@@ -115,9 +106,6 @@ def test_placeholders_of_the_whole_processor_match() -> None:
     assert [row.count(token) for row in inputs["input_ids"]] == [made[0] + made[1], made[2]]
     unpatch_processor(processor)
     assert written(processor, *images) == full
-
-
-# -- the processor alone
 
 
 def test_patch_processor_is_the_same_as_with_a_model(build: Any) -> None:
@@ -147,37 +135,31 @@ def test_patch_processor_replaces_only_when_asked() -> None:
 
 
 def test_patch_processor_says_what_it_cannot_do() -> None:
-    with pytest.raises(OptionError, match="downsample"):
-        patch_processor(Qwen2VLImageProcessor(), "divprune")
-    with pytest.raises(UnsupportedSetupError, match=r"tokenprune\.patch\(model"):
-        patch_processor(llava())
-    with pytest.raises(UnsupportedSetupError, match="same number of tokens"):
-        patch_processor(GotOcr2ImageProcessor(crop_to_patches=True))
-    with pytest.raises(OptionError, match="Pass the model's processor"):
-        patch_processor(COUNTED["LlavaNextImageProcessor"].make().image_processor)
-    with pytest.raises(OptionError, match="Pass the model's processor"):
-        patch_processor(None)
-    with pytest.raises(BudgetError, match="share"):
-        patch_processor(Qwen2VLImageProcessor(), "dynres", keep=64)
-    with pytest.raises(OptionError, match="sharpness"):
-        patch_processor(Qwen2VLImageProcessor(), sharpness=1)
-
-
-def test_a_list_of_methods_is_refused_with_the_way_out() -> None:
-    with pytest.raises(OptionError, match=r"one method.*tokenprune\.patch"):
-        tokenprune.patch_processor(llava(), ["dynres", "tome"])
-
-
-def test_an_unknown_processor_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UnsupportedSetupError, match=r"SiglipImageProcessor, whose tokens cannot be counted.*'pool'"):
-        tokenprune.patch_processor(SiglipImageProcessor(), "dynres")
-
-
-@pytest.mark.parametrize("method", ["downsample", "dynres"])
-def test_what_makes_no_pixels_is_named(method: str) -> None:
-    was = dict(vars(tokenizer()))
-    with pytest.raises(
-        OptionError, match=f"a {type(tokenizer()).__name__} does not make any. Pass the model's full processor"
+    qwen, words = Qwen2VLImageProcessor(), tokenizer()
+    was = dict(vars(words))
+    crops = COUNTED["LlavaNextImageProcessor"].make().image_processor
+    needs_pixels = f"a {type(words).__name__} does not make any. Pass the model's full processor"
+    for processor, arguments, error, message in (
+        (qwen, {"method": "divprune"}, OptionError, "downsample"),
+        (llava(), {}, UnsupportedSetupError, r"tokenprune\.patch\(model"),
+        (GotOcr2ImageProcessor(crop_to_patches=True), {}, UnsupportedSetupError, "same number of tokens"),
+        (crops, {}, OptionError, "Pass the model's processor"),
+        (None, {}, OptionError, "Pass the model's processor"),
+        (qwen, {"method": "dynres", "keep": 64}, BudgetError, "share"),
+        (qwen, {"sharpness": 1}, OptionError, "sharpness"),
+        (llava(), {"method": ["dynres", "tome"]}, OptionError, r"one method.*tokenprune\.patch"),
+        (
+            SiglipImageProcessor(),
+            {"method": "dynres"},
+            UnsupportedSetupError,
+            r"SiglipImageProcessor, whose tokens cannot be counted.*'pool'",
+        ),
+        (words, {"method": "downsample", "keep": 0.5}, OptionError, needs_pixels),
+        (words, {"method": "dynres", "keep": 0.5}, OptionError, needs_pixels),
     ):
-        tokenprune.patch_processor(tokenizer(), method, keep=0.5)
-    assert vars(tokenizer()) == was
+        with pytest.raises(error, match=message):
+            patch_processor(processor, **arguments)
+    assert vars(words) == was
+    # Its `size` says that all images get the same size, but the model's tokens follow the image.
+    with pytest.raises(UnsupportedSetupError, match="resizes every image to one size"):
+        tokenprune.patch(plain.FAMILIES["mistral3"].build(), "downsample", keep=0.5, processor=SiglipImageProcessor())

@@ -64,8 +64,7 @@ def test_tiles_of_an_image_are_told_by_the_prompt(ids: list[int], want: list[int
 @pytest.mark.parametrize("name", NAMES)
 def test_a_number_of_tokens_is_of_an_image_not_of_a_tile(name: str, build) -> None:
     """Images of 3, 1 and 5 tiles of 16 tokens, the first two in one row of a batch with padding on the left."""
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(images=(2, 1), sizes=((1, 2), (0, 0), (2, 2)))
+    model, inputs = FAMILIES[name].prepare(build, images=(2, 1), sizes=((1, 2), (0, 0), (2, 2)))
     tokenprune.patch(model, method="uniform", keep=12, record=True)
     try:
         model(**inputs)
@@ -81,8 +80,7 @@ def test_a_number_of_tokens_is_of_an_image_not_of_a_tile(name: str, build) -> No
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_embeddings_do_not_tell_of_tiles_and_it_is_said(name: str, build) -> None:
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(only=0)
+    model, inputs = FAMILIES[name].prepare(build, only=0)
     tiles = inputs.counts[0][0] // 16
     inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
     tokenprune.patch(model, method="uniform", keep=3)

@@ -12,9 +12,7 @@ import torch
 import tokenprune
 from each import each
 from processors import llava, photo, tokenizer
-from tokenprune import (
-    OptionError,
-)
+from tokenprune import OptionError
 from tokenprune.integrations.hf.pixels.prompts import PromptReader
 from tokenprune.methods.pixels.view_select import build_similarity_scorer
 
@@ -25,9 +23,6 @@ ALL = list(range(6))
 
 def chosen(question: str, count: int = 6, most: int = 6, **options: Any) -> list[int]:
     return tokenprune.method("view_select", **{"views": CAMERAS, **options}).choose(question, count, most)
-
-
-# -- which views
 
 
 @each(
@@ -152,9 +147,6 @@ def test_wrong_options() -> None:
             tokenprune.method("view_select", **options)
     info = tokenprune.method_info("view_select")
     assert info.query_aware and not info.prefix_cache_safe
-
-
-# -- prompts
 
 
 @each(

@@ -93,7 +93,6 @@ def test_a_call_is_that_with_the_kept_views(name: str) -> None:
 
 
 def test_batches_of_prompts() -> None:
-    """Rows with different views kept, one image, and none; flat and nested lists; one text or a list of one."""
     processor = patch_processor(llava(), "view_select", views=["front", "front left"])
     plain = llava()
     texts = ["<image><image> is the front left red?", "what?", "<image> front?", "<image><image> is it red?"]

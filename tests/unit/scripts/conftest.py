@@ -1,31 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the tests of scripts: the papers' table, with a way to call it, and what counts the house."""
+"""Import scripts of benchmarks/experiments and dev as modules, and call the script of the papers' table."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from papers_results import ROOT
 
+EXPERIMENTS = "benchmarks/experiments"
+FOLDERS = ("dev", *(f"{EXPERIMENTS}/{folder}" for folder in ("training/smol", "studies", "gpu")), EXPERIMENTS)
+
 
 @pytest.fixture(scope="module")
-def papers() -> Iterator[Any]:
-    """The script, as a module, and the modules that it is made of."""
-    before, names = set(sys.modules), ("published", "settings", "sets", "outcomes", "tables", "counts")
+def script() -> Iterator[Callable[[str], Any]]:
+    """script(name): a file of `FOLDERS` as a module. The next test file imports it again."""
+    threads, before = torch.get_num_threads(), set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-        parts = {name: importlib.import_module(f"papers.{name}") for name in names}
-        yield SimpleNamespace(script=importlib.import_module("papers_table"), **parts)
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("papers", "papers_table"):
+        for folder in FOLDERS:
+            patch.syspath_prepend(str(ROOT / folder))
+        yield importlib.import_module
+    torch.set_num_threads(threads)
+    for name in set(sys.modules) - before:  # no other test may get a module called `common` or `rows`
+        file = str(getattr(sys.modules[name], "__file__", ""))
+        if file.startswith((str(ROOT / "benchmarks/experiments"), str(ROOT / "dev"))):
             del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def house(script: Any) -> ModuleType:
+    return script("house")
+
+
+@pytest.fixture(scope="module")
+def papers(script: Any) -> Any:
+    """The script, as a module, and the modules that it is made of."""
+    names = ("published", "settings", "sets", "outcomes", "tables", "counts")
+    return SimpleNamespace(script=script("papers_table"), **{name: script(f"papers.{name}") for name in names})
 
 
 @pytest.fixture
@@ -37,31 +54,7 @@ def call(papers: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[
         monkeypatch.setattr(sys, "argv", ["papers_table.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             papers.script.app()
-        told = capsys.readouterr()
-        return ended.value.code or 0, told.out, told.err
+        output = capsys.readouterr()
+        return ended.value.code or 0, output.out, output.err
 
     return run
-
-
-@pytest.fixture(scope="module")
-def house() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("house", ROOT / "dev/house.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    return tool
-
-
-@pytest.fixture(scope="module")
-def mutations() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "dev"))
-        yield importlib.import_module("mutations")
-    del sys.modules["mutations"]
-
-
-@pytest.fixture(scope="module")
-def sweep() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "dev"))
-        yield importlib.import_module("sweep")
-    del sys.modules["sweep"]

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +21,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-        yield importlib.import_module("all_methods")
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("papers", "rank_agreement", "all_methods"):
-            del sys.modules[name]
+def script(script: Any) -> Any:
+    return script("all_methods")
 
 
 @pytest.fixture(scope="module")
@@ -158,16 +151,12 @@ def test_equals_share_the_better_rank(script: Any) -> None:
     assert script.ranks({"a": 0.9, "b": 0.7, "c": 0.9, "d": 0.1}) == {"a": 1, "b": 3, "c": 1, "d": 4}
 
 
-def test_the_page_is_current(script: Any) -> None:
-    text = script.PAGE.read_text()
-    assert script.written(text) == text, "run python benchmarks/experiments/all_methods.py page"
+def test_the_page_and_the_methods_for_comparison_are_current(script: Any) -> None:
+    text, advice = script.PAGE.read_text(), "run python benchmarks/experiments/all_methods.py page"
+    assert script.written(text) == text and script.COMPARISON.read_text() == script.for_comparison(), advice
 
 
 def test_methods_for_comparison_are_the_ones_that_the_rows_say(script: Any) -> None:
-    """`python benchmarks/experiments/all_methods.py page` would change nothing; what is advised is not among them."""
-    assert script.COMPARISON.read_text() == script.for_comparison(), (
-        "run python benchmarks/experiments/all_methods.py page"
-    )
     named = load_comparison_methods()
     assert named and not named.keys() & {one.method for one in load_advice().values()}
     tried = {method.name for one in build_grid(keeps=[0.5]) for method in one.methods}

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,9 @@ TEXT, COMPUTE = 20, 0.8
 
 
 @pytest.fixture(scope="module")
-def check() -> Any:
+def check(script: Any) -> Any:
     pytest.importorskip("openai", reason="the script asks a server through openai")
-    folder = str(Path(__file__).parents[3] / "benchmarks" / "experiments")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("capacity")
-    finally:
-        sys.path.remove(folder)
+    return script("capacity")
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,8 @@ EXPERIMENTS = Path(__file__).parents[3] / "benchmarks" / "experiments"
 
 
 @pytest.fixture(scope="module")
-def script() -> Any:
-    sys.path.insert(0, str(EXPERIMENTS))
-    try:
-        return importlib.import_module("capacity_errors")
-    finally:
-        sys.path.remove(str(EXPERIMENTS))
+def script(script: Any) -> Any:
+    return script("capacity_errors")
 
 
 def test_a_fit_finds_the_assumptions_that_made_the_rates(script: Any) -> None:

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +24,9 @@ from tokenprune_bench.calibration.merge import count_merges
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/experiments/studies"))
-    threads = torch.get_num_threads()
-    yield importlib.import_module("dymu_rules")
-    torch.set_num_threads(threads)
-    sys.modules.pop("dymu_rules")
+@pytest.fixture(scope="module")
+def rules(script: Any) -> Any:
+    return script("dymu_rules")
 
 
 @torch.no_grad()

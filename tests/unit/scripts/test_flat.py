@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,9 @@ import tokenprune
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def flat(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/experiments/studies"))
-    threads = torch.get_num_threads()
-    yield importlib.import_module("flat")
-    torch.set_num_threads(threads)
-    sys.modules.pop("flat")
+@pytest.fixture(scope="module")
+def flat(script: Any) -> Any:
+    return script("flat")
 
 
 def run(flat: Any, out: Path, *more: str) -> tuple[dict, list[dict], dict]:

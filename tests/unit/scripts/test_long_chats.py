@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks" / "experiments"))
-    return importlib.import_module("long_chats")
+@pytest.fixture(scope="module")
+def script(script: Any) -> Any:
+    return script("long_chats")
 
 
 def test_what_a_cache_cannot_give_is_counted_token_by_token(script: Any) -> None:

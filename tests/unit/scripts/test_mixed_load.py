@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import importlib
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,23 +18,14 @@ from tokenprune.integrations.vllm.settings.server_config import ServerConfig
 SERVED = "uniform;keep=0.11;profile=fast;by=name;in=16;out=2"
 
 
-def of_benchmarks(name: str) -> Any:
-    folder = str(Path(__file__).parents[3] / "benchmarks" / "experiments")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
+@pytest.fixture(scope="module")
+def load(script: Any) -> Any:
+    return script("mixed_requests")
 
 
 @pytest.fixture(scope="module")
-def load() -> Any:
-    return of_benchmarks("mixed_requests")
-
-
-@pytest.fixture(scope="module")
-def checks() -> Any:
-    return of_benchmarks("mixed_checks")
+def checks(script: Any) -> Any:
+    return script("mixed_checks")
 
 
 def drawn(load: Any, seed: int) -> list[Any]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,11 @@ def test_the_record_is_of_the_table(mutations: ModuleType) -> None:
     assert list(record) == [name for name in names if name in record], "run dev/mutations.py"
     assert all(one.old != one.new for one in table)
     assert sum(by is not None for by in record.values()) >= 0.9 * len(record)
+
+
+@pytest.fixture(scope="module")
+def mutations(script: Any) -> ModuleType:
+    return script("mutations")
 
 
 @pytest.fixture

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +15,8 @@ from tokenprune.integrations.vllm.settings.server_config import ServerConfig
 
 
 @pytest.fixture(scope="module")
-def overload() -> Any:
-    folder = str(Path(__file__).parents[3] / "benchmarks" / "experiments")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("overload")
-    finally:
-        sys.path.remove(folder)
+def overload(script: Any) -> Any:
+    return script("overload")
 
 
 def test_requests_come_as_often_as_asked(overload: Any) -> None:
@@ -57,16 +49,12 @@ def test_the_rule_is_the_servers(overload: Any) -> None:
     off = OFF
     given = {"profiles": {"a": {"off": True}, "b": {"off": True}}}
     given["overload"] = {"in_flight": [3, 7], "profiles": ["a", "b"]} | overload.BARE
-    offer, rule = (
-        ServerConfig.from_json(given, off, parse_setting),
-        overload.steps([3, 7], ["a", "b"], "default"),
-    )
+    offer, rule = (ServerConfig.from_json(given, off, parse_setting), overload.steps([3, 7], ["a", "b"], "default"))
     policy, names, loads = OverloadState(offer.overload), ["default", "a", "b"], [*range(20), *range(20, -1, -1)]
     assert [rule(number) for number in loads] == [names[policy.take(number, 0.0)] for number in loads]
 
 
 def test_under_load_the_policy_is_as_fast_as_the_least(overload: Any) -> None:
-    """And without load it keeps all: the queue stays short, whatever the arrivals."""
     seconds = {"full": 0.1, "fast": 0.02}
     rule = overload.steps([4], ["fast"], "full")
     for seed in range(5):

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +20,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
-    before = set(sys.modules)
-    sys.path.insert(0, str(ROOT / "benchmarks" / "experiments"))
-    yield importlib.import_module("pages")
-    sys.path.remove(str(ROOT / "benchmarks" / "experiments"))
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks" / "experiments")):
-            del sys.modules[name]
+def script(script: Any) -> Any:
+    return script("pages")
 
 
 @pytest.fixture(scope="module")

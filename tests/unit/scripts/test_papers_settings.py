@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -76,26 +77,22 @@ def test_published_percentages_fit_the_published_numbers(papers: Any) -> None:
 
 
 def test_two_sources_that_disagree_both_stay(papers: Any) -> None:
-    rows = papers.published.published().of("sparsevlm", 192)
+    rows = papers.published.published().get_rows("sparsevlm", 192)
     assert [(row.source, row.values["gqa"]) for row in rows if row.values] == [
         ("sparsevlm-v4", 59.5),
         ("sparsevlm-v1", 57.6),
     ]
-    assert "sqa" not in papers.published.published().of("dart", 192)[0].values  # 69.x
+    assert "sqa" not in papers.published.published().get_rows("dart", 192)[0].values  # 69.x
 
 
 # -- settings and commands ---------------------------------------------------------------------------------------------
 
 
 def test_every_method_is_in_the_table_or_left_out_with_a_reason(papers: Any) -> None:
-    """By what the method says of itself: a new one needs no entry anywhere."""
     found = {one.method for one in papers.settings.settings()} - {"unpatched"}
     assert not found & papers.settings.LEFT_OUT.keys()
-    ours = {
-        name
-        for name in tokenprune.available_methods()
-        if tokenprune.method_info(name).cls.__module__.startswith("tokenprune.methods.")
-    }
+    modules = {name: tokenprune.method_info(name).cls.__module__ for name in tokenprune.available_methods()}
+    ours = {name for name, module in modules.items() if module.startswith("tokenprune.methods.")}
     assert found | papers.settings.LEFT_OUT.keys() == ours
     names = [one.name for one in papers.settings.settings()]
     assert len(set(names)) == len(names)
@@ -115,7 +112,6 @@ def test_budgets_are_hit(papers: Any) -> None:
 
 
 def test_downsample_comes_to_what_the_settings_say(papers: Any) -> None:
-    """By the function that the method itself uses, for 24 x 24 patches."""
     from tokenprune.integrations.shared.resizing import _find_side
 
     for budget in (192, 128, 64):
@@ -149,15 +145,9 @@ def test_a_model_of_this_shape_sees_what_the_settings_say(papers: Any) -> None:
 def arguments_of(command: list[str]) -> dict[str, Any]:
     """`--model_args` as lmms-eval reads them."""
     given = dict(part.split("=", 1) for part in command[command.index("--model_args") + 1].split(","))
-    typed = {"true": True, "false": False}
     for name, value in given.items():
-        kinds = (lambda text: typed[text.lower()], int, float, str)
-        for kind in kinds:
-            try:
-                given[name] = kind(value)
-                break
-            except (ValueError, KeyError):
-                pass
+        if re.fullmatch(r"(?i)true|false|-?[\d.e-]+", value):
+            given[name] = ast.literal_eval(value.capitalize())
     return given
 
 
@@ -240,6 +230,13 @@ def test_what_is_not_there_is_said(call: Any, arguments: list[str], told: str) -
     assert code == 2 and told in error and not commands(out)
 
 
+def find_lmms_eval_tasks() -> Path:
+    installed = importlib.util.find_spec("lmms_eval")
+    if installed is None:
+        pytest.skip("lmms-eval is not installed, so its tasks cannot be read (make test-lmms does it)")
+    return Path(installed.submodule_search_locations[0]) / "tasks"
+
+
 def test_our_own_task_differs_from_lmms_evals_in_the_ocr_tokens_alone(papers: Any) -> None:
     class Loader(yaml.SafeLoader):
         pass
@@ -250,32 +247,17 @@ def test_our_own_task_differs_from_lmms_evals_in_the_ocr_tokens_alone(papers: An
     ours = load(path.read_text())
     assert ours["task"] == path.stem == papers.sets.SETS["textvqa"].tasks[0]
     assert ours["lmms_eval_specific_kwargs"]["default"]["ocr"] is True
-    installed = importlib.util.find_spec("lmms_eval")
-    if installed is None:
-        pytest.skip("lmms-eval is not installed, so its own task cannot be compared (make test-lmms does it)")
-    folder = Path(installed.submodule_search_locations[0]) / "tasks/textvqa"
-    theirs = load((folder / "_default_template_textvqa_yaml").read_text()) | load(
-        (folder / "textvqa_val.yaml").read_text()
-    )
-    same = (
-        "dataset_path",
-        "test_split",
-        "output_type",
-        "doc_to_target",
-        "generation_kwargs",
-        "doc_to_text",
-        "doc_to_visual",
-    )
+    folder = find_lmms_eval_tasks() / "textvqa"
+    names = ("_default_template_textvqa_yaml", "textvqa_val.yaml")
+    theirs = {key: value for name in names for key, value in load((folder / name).read_text()).items()}
+    same = "dataset_path test_split output_type doc_to_target generation_kwargs doc_to_text doc_to_visual".split()
     assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
     default = theirs["lmms_eval_specific_kwargs"]["default"]
     assert ours["lmms_eval_specific_kwargs"]["default"] == default | {"ocr": True}
 
 
 def test_lmms_eval_has_the_tasks_and_their_metrics(papers: Any) -> None:
-    installed = importlib.util.find_spec("lmms_eval")
-    if installed is None:
-        pytest.skip("lmms-eval is not installed, so its tasks cannot be looked up (make test-lmms does it)")
-    tasks = Path(installed.submodule_search_locations[0]) / "tasks"
+    tasks = find_lmms_eval_tasks()
     for one in papers.sets.SETS.values():
         for task in one.tasks:
             if (papers.sets.TASK_FOLDER / f"{task}.yaml").exists():

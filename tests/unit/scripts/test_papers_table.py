@@ -25,10 +25,8 @@ def lmms_eval(papers: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     stand_in = SimpleNamespace(calls=[], fails=set(), interrupts=set())
 
     def run(command: list[str], **_: Any) -> Any:
-        output, tasks = (
-            Path(command[command.index("--output_path") + 1]),
-            command[command.index("--tasks") + 1].split(","),
-        )
+        output = Path(command[command.index("--output_path") + 1])
+        tasks = command[command.index("--tasks") + 1].split(",")
         stand_in.calls.append((output.name, *tasks))
         if output.name in stand_in.interrupts:
             raise KeyboardInterrupt
@@ -84,9 +82,8 @@ def test_another_task_of_a_benchmark_is_another_result(papers: Any, call: Any, l
     given = ("--methods", "random", "--budgets", "64", "--out", tmp_path)
     call("run", *given, "--sets", "vqav2_val_lite")
     write_results(papers, tmp_path, "random-64", {"vqav2": 40.0}, tasks={"vqav2": "vqav2_val_lite"})
-    assert any(
-        "vqav2_val_lite, not" in note for note in papers.outcomes.read_all(tmp_path, papers.settings.settings()).notes
-    )
+    notes = papers.outcomes.read_all(tmp_path, papers.settings.settings()).notes
+    assert any("vqav2_val_lite, not" in note for note in notes)
     lmms_eval.calls.clear()
     call("run", *given, "--sets", "vqav2")
     assert ("random-64", "vqav2_val") in lmms_eval.calls
@@ -120,18 +117,7 @@ def test_a_broken_result_is_measured_again(papers: Any, call: Any, lmms_eval: An
 
 
 def test_dymu_without_thresholds_is_left_and_told(call: Any, lmms_eval: Any, tmp_path: Path) -> None:
-    given = (
-        "--methods",
-        "dymu,random",
-        "--budgets",
-        "64",
-        "--sets",
-        "gqa",
-        "--out",
-        tmp_path,
-        "--thresholds",
-        tmp_path / "t",
-    )
+    given = (*"--methods dymu,random --budgets 64 --sets gqa --out".split(), tmp_path, "--thresholds", tmp_path / "t")
     code, _, error = call("run", *given)
     assert code == 2 and f"dymu-64: there is no {tmp_path / 't'}; make it with `tokenprune fit dymu" in error
     assert [name for name, _ in lmms_eval.calls] == ["unpatched", "random-64"]
@@ -152,27 +138,15 @@ def test_running_without_lmms_eval_says_how_to_get_it(papers: Any, call: Any, tm
 
 
 def test_the_page_is_current(papers: Any, call: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    text = papers.script.PAGE.read_text()
-    assert papers.script.written(text) == text, "run python benchmarks/experiments/papers_table.py page"
-    assert call("page", "--check")[0] == 0
-    for row in papers.published.published().rows:
-        assert f"[{row.source}]" in text
-    stale = tmp_path / "papers.md"
-    stale.write_text(text.replace("| 99.2 (9) |", "| 98.2 (9) |"))
+    text, stale = papers.script.PAGE.read_text(), tmp_path / "papers.md"
+    assert call("page", "--check")[0] == 0, "run python benchmarks/experiments/papers_table.py page"
+    assert all(f"[{row.source}]" in text for row in papers.published.published().rows)
     monkeypatch.setattr(papers.script, "PAGE", stale)
-    assert call("page", "--check")[0] == 1
-    assert call("page")[0] == 0 and stale.read_text() == text
-
-
-def test_the_table_of_budgets_is_current(papers: Any, call: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    text = papers.script.PAGE.read_text()
-    assert papers.script.budgets_written(text) == text, "run python benchmarks/experiments/papers_table.py page"
-    assert text.count("206.5") == 1
-    stale = tmp_path / "papers.md"
-    stale.write_text(text.replace("206.5", "192.0"))
-    monkeypatch.setattr(papers.script, "PAGE", stale)
-    assert call("page", "--check")[0] == 1
-    assert call("page")[0] == 0 and stale.read_text() == text
+    for cell, wrong in (("| 99.2 (9) |", "| 98.2 (9) |"), ("206.5", "192.0")):  # of the table, and of the budgets
+        assert cell in text
+        stale.write_text(text.replace(cell, wrong))
+        assert call("page", "--check")[0] == 1
+        assert call("page")[0] == 0 and stale.read_text() == text
 
 
 def test_what_papers_count_comes_to_what_their_layers_see(papers: Any) -> None:
@@ -192,18 +166,15 @@ def test_what_papers_count_comes_to_what_their_layers_see(papers: Any) -> None:
 
 
 def test_the_page_names_no_method_without_published_numbers(papers: Any) -> None:
-    """A new method does not change the page: methods without published numbers are only in the tables of a run."""
     data = papers.published.published()
-    absent = {one.method for one in papers.settings.settings() if not data.of(one.method)}
+    settings = papers.settings.settings()
+    absent = {one.method for one in settings if not data.get_rows(one.method)}
     assert absent and "random" in absent
     text = papers.script.written(papers.script.PAGE.read_text())
     assert not [name for name in absent if f"| `{name}` | [" in text]
     everything = "\n".join(papers.tables.to_markdown(one) for one in papers.tables.comparison())
-    assert all(f"| `{name}` | 64 |" in everything for name in absent if f"{name}-64" in _names(papers))
-
-
-def _names(papers: Any) -> set[str]:
-    return {one.name for one in papers.settings.settings()}
+    names = {one.name for one in settings}
+    assert all(f"| `{name}` | 64 |" in everything for name in absent if f"{name}-64" in names)
 
 
 def test_errors_are_ours(papers: Any) -> None:

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-    before = set(sys.modules)
-    yield importlib.import_module("quantization")
-    for name in set(sys.modules) - before:  # `common` and the like are nobody else's names
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks" / "experiments")):
-            del sys.modules[name]
+@pytest.fixture(scope="module")
+def script(script: Any) -> Any:
+    return script("quantization")
 
 
 def test_closed_forms(script: Any) -> None:
@@ -45,7 +37,6 @@ def test_closed_forms(script: Any) -> None:
 
 
 def test_the_page_is_current(script: Any) -> None:
-    """`python benchmarks/experiments/quantization.py --page` would change nothing, and the page says what is stored."""
     path = ROOT / "benchmarks/results/cpu/quantization.jsonl"
     text = script.PAGE.read_text()
     for table in (*script.closed_forms(), script.measured(path)):

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +13,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-        yield importlib.import_module("rank_agreement")
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("papers", "rank_agreement"):
-            del sys.modules[name]
+def script(script: Any) -> Any:
+    return script("rank_agreement")
 
 
 def test_the_published_order_is_the_mean_of_all_sources(script: Any) -> None:

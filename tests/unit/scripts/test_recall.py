@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +21,14 @@ from tokenprune_demo.drawn_videos import ANSWERS, FRAMES
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def recall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/experiments/studies"))
-    threads = torch.get_num_threads()
-    yield importlib.import_module("recall")
-    torch.set_num_threads(threads)
-    for name in ("recall", "recall_figure"):
-        sys.modules.pop(name, None)
+@pytest.fixture(scope="module")
+def recall(script: Any) -> Any:
+    return script("recall")
 
 
-@pytest.fixture
-def report(recall: Any) -> Any:
-    return importlib.import_module("recall_figure")
+@pytest.fixture(scope="module")
+def report(script: Any) -> Any:
+    return script("recall_figure")
 
 
 @pytest.fixture(scope="module")
@@ -201,12 +192,8 @@ def test_a_stream_that_was_not_followed_counts_as_lost_and_one_that_was_not_meas
         return {"record": "stream", "policy": "random", "memory": 200, "stream": stream, "most": most, "ages": ages,
                 "share": many, "right": [[1, 1, 0]] * len(ages), "closed": [[1, 0, 0]] * len(ages)}  # fmt: skip
 
-    rows = [
-        row(0, 304, [0, 304], 0.8),
-        row(0, 1000, [0, 304, 1000], 0.8),
-        row(1, 1000, [0], 0.2),
-        row(2, 304, [0, 304], 0.5),
-    ]
+    rows = [row(0, 304, [0, 304], 0.8), row(0, 1000, [0, 304, 1000], 0.8), row(1, 1000, [0], 0.2)]
+    rows.append(row(2, 304, [0, 304], 0.5))
     found = report.cells(rows)
     assert found["random", 200, 0]["streams"] == 3 and found["random", 200, 0]["share"][0] == pytest.approx(0.5)
     assert found["random", 200, 304]["share"][0] == pytest.approx((0.8 + 0.5) / 3)

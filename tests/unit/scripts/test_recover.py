@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,12 @@ ROW = {
 pytest.importorskip("peft")
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-    monkeypatch.syspath_prepend(str(ROOT / "dev"))
-    threads = torch.get_num_threads()
-    yield importlib.import_module("recover")
-    torch.set_num_threads(threads)
-    for name in ("recover", "recover_page", "recover_sft"):
-        sys.modules.pop(name, None)
+@pytest.fixture(scope="module")
+def script(script: Any) -> Any:
+    return script("recover")
 
 
 def test_a_run_of_a_few_steps(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It tunes each way, asks before and after, goes on where it stopped, and its page can be written."""
     path = tmp_path / "recover.jsonl"
     sizes = "--images 2 --validation 1 --heldout 1 --steps 2 --try-steps 1 --batch 2 --rates 0 0.001".split()
     monkeypatch.setattr(sys, "argv", ["recover.py", *sizes, "--json", str(path)])
@@ -71,7 +63,6 @@ def test_a_run_of_a_few_steps(script: Any, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_frozen_tower_changes_nothing(script: Any) -> None:
-    """Loss and gradients are those of the plain model, for images of several sizes, at first and again."""
     torch.manual_seed(0)
     tower, plain = script.FrozenTower(), load_model("demo_qwen", device="cpu")
     quick = script.loaded(tower)
@@ -90,7 +81,6 @@ def test_the_frozen_tower_changes_nothing(script: Any) -> None:
 
 
 def test_what_is_learned_from_is_not_what_is_asked(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No held-out file is opened, no photograph of theirs drawn, and parts of the seed give other images."""
     monkeypatch.setattr(script, "load_heldout", None)
     splits = []
     monkeypatch.setattr(script, "load_photos", lambda split: splits.append(split) or ())
@@ -105,7 +95,6 @@ def test_what_is_learned_from_is_not_what_is_asked(script: Any, monkeypatch: pyt
 
 
 def test_supervised_fine_tuning(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks before and after, each step under the next setting, and its page can be written."""
     pytest.importorskip("trl", reason="trl is not installed")
     recover_sft, page = importlib.import_module("recover_sft"), importlib.import_module("recover_page")
     monkeypatch.setattr(recover_sft, "lessons", lambda subject, size: recover_sft.Dataset.from_list(size * [ROW]))

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +14,16 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
+def script(script: Any) -> Any:
     pytest.importorskip("transformers", "5.1", reason="ColQwen2 holds its model in another way")
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-        yield importlib.import_module("retrieval")
-    for name in set(sys.modules) - before:
-        if name.startswith("retrieval"):
-            del sys.modules[name]
+    return script("retrieval")
 
 
 def test_the_page_has_the_table(script: Any) -> None:
-    """`python benchmarks/experiments/retrieval.py --page` would change nothing."""
     assert script.table(script.read(script.RESULTS)[1]) in script.DOCS.read_text()
 
 
 def test_a_question_has_one_right_document(script: Any) -> None:
-    """Of documents that differ in one thing, questions that leave that out have several."""
     one, two, other = (script.Page(None, facts.split()) for facts in ("a b c d", "a b c e", "f g h i"))
     asked = script.unique_questions([one, two, other])
     assert [(page, text) for page, text in asked if page == 0] == [(0, "b c d"), (0, "a c d"), (0, "a b d")]
@@ -52,11 +42,8 @@ def test_merged_vectors(script: Any) -> None:
     assert script.docpruner(attention, 28).sum() == 5 * 28
 
 
-def test_what_a_document_shows_is_drawn_the_same_again() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-        training = importlib.import_module("retrieval_training")
+def test_what_a_document_shows_is_drawn_the_same_again(script: Any) -> None:
+    training = importlib.import_module("retrieval_training")
     one, again = training.draw(1, 2), training.draw(1, 2)
     assert one.facts == again.facts and len(one.facts) == 4 and one.image.tobytes() == again.image.tobytes()
     assert training.question(one, 0) == " ".join(one.facts[1:])
-    sys.modules.pop("retrieval_training")

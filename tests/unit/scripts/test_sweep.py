@@ -27,6 +27,11 @@ EXPECTED_IN_CALL = {
 }
 
 
+@pytest.fixture(scope="module")
+def sweep(script: Any) -> ModuleType:
+    return script("sweep")
+
+
 def tower_methods() -> list[str]:
     """Return one method per set of observables of the vision tower."""
     by_needs: dict[frozenset[str], str] = {}

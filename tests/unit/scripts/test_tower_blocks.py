@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +16,9 @@ from tokenprune_demo.heldout import get_heldout_folder
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
-    yield importlib.import_module("tower_blocks")
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks" / "experiments")):
-            del sys.modules[name]
+@pytest.fixture(scope="module")
+def script(script: Any) -> Any:
+    return script("tower_blocks")
 
 
 def test_a_tower_of_tiles_is_asked_about_its_own_set(script: Any) -> None:
@@ -47,7 +40,6 @@ def test_every_score_at_every_block_but_the_last(script: Any) -> None:
 
 
 def test_answers_are_those_of_each_question_alone(script: Any) -> None:
-    """All questions about an image are a batch, on one run of the tower."""
     with torch.no_grad():
         subject = load_model("demo_qwen")
         (questions,) = script.sets_of(subject, 1)["photographs"]

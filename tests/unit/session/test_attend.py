@@ -9,6 +9,7 @@ import torch
 
 import tokenprune
 from each import each
+from hooks import removed_after
 from processors import demo_model, llava, photo
 from session_oracle import NAMES, Recorded, close, played, recorded
 from tokenprune.errors import BudgetError, OptionError
@@ -72,14 +73,11 @@ def naive_answer(made: Recorded, count: int, attend: int) -> list[torch.Tensor]:
         stream.adapter.decoder.layers[index].register_forward_pre_hook(masked(index), with_kwargs=True)
         for index in memory.full_layers
     ]
-    try:
+    with removed_after(handles):
         for step in range(count):
             found.append(output.logits[0, -1])
             kwargs_length[0] += 1
             output = forward(stream, memory, [int(found[-1].argmax())], len(QUESTION) + step)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 
@@ -103,7 +101,6 @@ def test_an_answer_equals_one_under_masks(name: str, policy: str, build) -> None
 
 
 def test_windows_narrow_with_the_rest(build) -> None:
-    """Of layers with a sliding window nothing leaves, and their masks agree with those of the narrowed ones."""
     made = stream_of(SLIDING, build)
     window = made.session._stream.memory.sliding[0].sliding_window
     attend = made.session.stats.visual - 1

@@ -36,7 +36,6 @@ def test_bytes_stay_below_the_memory_whatever_is_seen_and_said(name: str, most: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_one_token_more_would_be_too_many(name: str, dtype: torch.dtype, build) -> None:
-    """A session that holds all that its bytes have room for is within them, and with one token more is not."""
     family = FAMILIES[name]
     model = build(family) if dtype == torch.float32 else family.build().to(dtype)
     session = tokenprune.sessions.session(model, memory="150.5KiB", policy="uniform", horizon=10**6)

@@ -1,23 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies of sessions: the registry, and each policy against its rule, written with lists."""
+"""Policies of sessions: the registry, each policy against its rule, `check_policy`, and policies of other packages."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import random
+import sys
+import tomllib
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import tokenprune
+from each import each
 from policy_views import view_of
+from session_oracle import close, played, recorded
+from tokenprune.cli import app, scaffold
 from tokenprune.errors import OptionError, RegistrationError, UnknownPolicyError
 from tokenprune.integrations.hf.sessions.policies import registry as policies
 from tokenprune.integrations.hf.sessions.policies.base import Policy, PolicyView
 from tokenprune.methods import registry
+from tokenprune.testing import ConformanceError, check_policy
+from zoo import FAMILIES
 
 SIZES = given(frames=st.integers(2, 12), cells=st.integers(1, 9), share=st.floats(0.05, 0.95), seed=st.integers(0, 9))
 
@@ -89,13 +101,7 @@ def test_a_name_that_is_almost_right_is_offered() -> None:
         tokenprune.sessions.policy("window", sink=-1)
 
 
-@pytest.fixture
-def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenprune.sessions.available_policies()
-    monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
-
-
-def test_a_third_party_registers_its_own(empty_registry) -> None:
+def test_a_third_party_registers_its_own(restored_registries) -> None:
     @tokenprune.sessions.register_policy("newest")
     @dataclass(frozen=True)
     class Newest(tokenprune.sessions.Policy):
@@ -106,7 +112,7 @@ def test_a_third_party_registers_its_own(empty_registry) -> None:
 
 
 @pytest.mark.parametrize("problem", ["a lower-case identifier", "taken by", "frozen", "docstring", "derive from"])
-def test_what_cannot_be_registered_is_refused(problem: str, empty_registry) -> None:
+def test_what_cannot_be_registered_is_refused(problem: str, restored_registries) -> None:
     @dataclass(frozen=True)
     class Good(Policy):
         """Keep nothing."""
@@ -145,3 +151,209 @@ def test_hashes_are_spread() -> None:
         PolicyView(keys, keys, index, index, index, index[None], 0, 1, 0, random.Random(0).randrange(99)), 1_000
     )
     assert all(60 <= count <= 140 for count in torch.histc(held.float(), 10, 0, 10_000).tolist())
+
+
+OPTIONS = {
+    "window": [{"sink": 0}, {"sink": 3}],
+    "uniform": [{"reservoir": True}],
+    "infinipot_v": [{"tar": 0.0}, {"tar": 1.0, "recent": 1.0}],
+    "streammem": [{"heads": "mean"}, {"proxy": (1, 2)}],
+}
+
+
+@pytest.mark.parametrize("name", tokenprune.sessions.available_policies())
+def test_ours_keep_the_rules(name: str) -> None:
+    check_policy(name)
+    check_policy(type(tokenprune.sessions.policy(name)))
+    for options in OPTIONS.get(name, []):
+        check_policy(tokenprune.sessions.policy(name, **options))
+    with pytest.raises(UnknownPolicyError):
+        check_policy("nothing")
+
+
+@dataclass(frozen=True)
+class Newest(tokenprune.sessions.Policy):
+    """Keep what came last."""
+
+    name = "newest"
+
+    def select(self, view, keep):
+        return torch.arange(view.count - keep, view.count)
+
+
+calls = []
+
+
+def with_state(self, view, keep):
+    calls.append(1)
+    return torch.arange(keep) + (len(calls) % 2) * (view.count - keep)
+
+
+def in_place(self, view, keep):
+    view.keys.mul_(2)
+    return torch.arange(keep)
+
+
+def one_head_too_many(self, view, keep):
+    return torch.arange(keep).expand(3, -1)
+
+
+def frames_of_all_heads(self, view, keep):
+    """Take the first head's frames for all: right until heads hold others, of which some are then missing."""
+    late = view.frame[0] >= view.frame[0, -keep]
+    return late.nonzero()[:, 0]
+
+
+BROKEN = {
+    "must return torch.int64": lambda self, view, keep: torch.arange(keep + 1),
+    "returned torch.float32": lambda self, view, keep: torch.arange(float(keep)),
+    "ascending": lambda self, view, keep: torch.arange(keep).flip(0),
+    "unique indices of its view": lambda self, view, keep: torch.arange(keep) + view.count,
+    "called again": with_state,
+    "use only view.generator": lambda self, view, keep: torch.randperm(view.count)[:keep].sort().values,
+    "it modifies its input keys": in_place,
+    r"returned torch.int64 \(3, ": one_head_too_many,
+    r"returned torch.int64 \(5,\), and must return torch.int64 \(1,\)": frames_of_all_heads,
+    "raises TypeError": lambda self, view, keep: view.proxy_attention[0],
+    "with 30 entries": lambda self, view, keep: view.values.isfinite().all(-1)[0].nonzero()[:keep, 0],
+}
+
+
+@pytest.mark.parametrize("says", BROKEN)
+def test_a_choice_that_breaks_a_rule_is_named(says: str, monkeypatch) -> None:
+    check_policy(Newest)
+    monkeypatch.setattr(Newest, "select", BROKEN[says])
+    with pytest.raises(ConformanceError, match=f"^newest.*{says}"):
+        check_policy(Newest())
+
+
+@dataclass(frozen=True)
+class NoDocstring(Newest):
+    name = "silent"
+
+
+class Unfrozen(Newest):
+    """Keep what came last."""
+
+
+@dataclass(frozen=True)
+class Needy(Newest):
+    """Need what there is not."""
+
+    needs = frozenset({"hidden"})
+
+
+@dataclass(frozen=True)
+class Nameless(Newest):
+    """Have no name."""
+
+    name = ""
+
+
+@dataclass(frozen=True)
+class Pinning(Newest):
+    """Pin less than nothing."""
+
+    pinned = -1
+
+
+@dataclass(frozen=True)
+class WithoutDefault(tokenprune.sessions.Policy):
+    """Have an option without a default."""
+
+    size: int
+
+
+@each(
+    "policy, says",
+    [
+        (NoDocstring, "docstring"),
+        (Unfrozen, "frozen=True"),
+        (Needy, r"it needs \['hidden'\], but only 'proxy_attention' is available"),
+        (Nameless, "name is missing"),
+        (Pinning, "pinned=-1"),
+        (WithoutDefault, "Give every option a default"),
+        (3, "neither a registered name"),
+    ],
+)
+def test_a_class_that_breaks_a_rule_is_named(policy, says: str) -> None:
+    with pytest.raises(ConformanceError, match=says):
+        check_policy(policy)
+
+
+def test_the_view_has_a_proxy_where_it_is_needed() -> None:
+    seen = []
+
+    @dataclass(frozen=True)
+    class Reads(Newest):
+        """Look at the proxy."""
+
+        needs = frozenset({"proxy_attention"})
+
+        def select(self, view, keep):
+            seen.append(tuple(view.proxy_attention.shape) == (6, view.count))
+            return super().select(view, keep)
+
+    check_policy(Reads)
+    assert all(seen) and len(seen) > 20
+    assert dataclasses.is_dataclass(Reads)
+
+
+def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have the registry find a written package by its entry point, as if pip had installed it; return its test."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text())
+    ((name, module),) = project["project"]["entry-points"][policies.ENTRY_POINT_GROUP].items()
+    sys.path[:0] = [str(folder), str(folder / "tests")]
+    point = EntryPoint(name, module, policies.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(policies, "_loaded", False)
+    assert name in tokenprune.sessions.available_policies()
+    return importlib.import_module(f"test_{name}")
+
+
+def test_a_package_passes_its_own_test_and_holds_a_session(
+    tmp_path: Path, monkeypatch, restored_imports, build
+) -> None:
+    folder = scaffold.new_method("my_policy", "session", tmp_path / "made")
+    test = load(folder, monkeypatch)
+    (mark,) = test.test_policy_rules.pytestmark
+    assert mark.args[1] == [{}, {"order": 1}]
+    for options in mark.args[1]:
+        test.test_policy_rules(options)
+        assert tokenprune.sessions.policy("my_policy", **options).order == options.get("order", 2)
+    for path in (one for one in folder.rglob("*") if one.is_file() and one.suffix != ".pyc"):
+        assert "$" not in path.read_text(), path.name
+    made = played(recorded(FAMILIES["llava"], build(FAMILIES["llava"]), memory=110, policy="my_policy"))
+    assert made.session.stats.compressions > 3 and close(made.logits(), made.one_prefill())
+
+
+def test_a_rule_that_is_broken_fails_the_written_test(tmp_path: Path, monkeypatch, restored_imports) -> None:
+    folder = scaffold.new_method("broken", "session", tmp_path / "made")
+    file = folder / "tokenprune_broken.py"
+    file.write_text(file.read_text().replace(".sort(1).values", ""))
+    test = load(folder, monkeypatch)
+    with pytest.raises(ConformanceError, match=r"broken.*ascending"):
+        test.test_policy_rules({})
+
+
+@pytest.mark.parametrize("name", ["policy", "tensor", "clsvar", "window_2"])
+def test_a_class_does_not_shadow_what_it_uses(name: str, tmp_path: Path, monkeypatch, restored_imports) -> None:
+    load(scaffold.new_method(name, "SESSION", tmp_path / "made"), monkeypatch).test_policy_rules({})
+
+
+def test_the_name_of_a_policy_is_taken_and_that_of_a_method_not(tmp_path: Path) -> None:
+    with pytest.raises(
+        RegistrationError, match=r"'window' is taken by tokenprune.integrations.hf.sessions.policies.window"
+    ):
+        scaffold.new_method("window", "session", tmp_path / "made")
+    scaffold.new_method("divprune", "session", tmp_path / "made")
+    with pytest.raises(RegistrationError, match=r"is taken by tokenprune\.methods"):
+        scaffold.new_method("divprune", to=tmp_path / "other")
+
+
+def test_the_command_says_how_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["new-method", "my_policy", "--site", "session"])
+    assert done.exit_code == 0, done.output
+    assert 'policy="my_policy")' in done.stdout and "bench" not in done.stdout
+    assert (tmp_path / "tokenprune-my-policy/tests/test_my_policy.py").is_file()

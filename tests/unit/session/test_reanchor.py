@@ -185,7 +185,6 @@ def test_text_that_fills_the_horizon_is_refused_with_the_session_as_it_was(build
 @pytest.mark.parametrize("policy", ["window", "uniform", "infinipot_v"])
 @pytest.mark.parametrize("name", TURNING)
 def test_of_a_memory_larger_than_the_positions_what_came_first_leaves(name: str, policy: str, build) -> None:
-    """But for what the policy pins; text stays."""
     family, chosen = FAMILIES[name], sessions.policy("window", sink=7) if policy == "window" else policy
     horizon = 5 * span(name)
     made = recorded(family, build(family), horizon=horizon, memory=10**6, policy=chosen)
@@ -250,33 +249,26 @@ def test_a_shipped_model_sees_more_images_than_it_has_positions() -> None:
     assert found[0].text == found[1].text != "" and torch.equal(found[0].logits, found[1].logits)
 
 
-def test_where_positions_cannot_move_the_last_one_is_an_error() -> None:
-    """And by default no more than that: the session itself begins."""
-    family, model = FAMILIES["gemma3"], shortened("gemma3", 100)
-    session = sessions.session(model, memory=60, policy="uniform")
-    with pytest.raises(UnsupportedSetupError, match="positions of 'gemma3' cannot be moved down"):
-        for image in images_of(family, 20):
-            session.see(input_ids=image.ids, **family.collate([[image]]))
-    assert 0 < session.stats.frames_seen < 20
-
-
-def test_without_it_the_error_says_so(build) -> None:
-    session = sessions.session(build(FAMILIES["llava"]), memory=100, horizon=20, reanchor=False)
-    with pytest.raises(UnsupportedSetupError, match="reanchor=False"):
-        session.say([5] * 30)
-    with pytest.raises(OptionError, match="reanchor=1 must be True or False"):
-        sessions.session(build(FAMILIES["llava"]), memory=100, reanchor=1)
-
-
 def test_positions_that_cannot_be_moved_are_refused_by_name(build) -> None:
+    gemma, llava = build(FAMILIES["gemma3"]), FAMILIES["llava"].build()
     with pytest.raises(UnsupportedModelError, match="positions of 'gemma3' cannot be moved down"):
-        sessions.session(build(FAMILIES["gemma3"]), memory=100, policy="uniform", reanchor=True)
-    model = FAMILIES["llava"].build()
-    rotary = model.model.language_model.rotary_emb
+        sessions.session(gemma, memory=100, policy="uniform", reanchor=True)
+    rotary = llava.model.language_model.rotary_emb
     for name, value in (("attention_scaling", 1.2), ("rope_type", "dynamic"), ("inv_freq", rotary.inv_freq[:2])):
         old = getattr(rotary, name)
         setattr(rotary, name, value)
         with pytest.raises(UnsupportedModelError, match="Leave out reanchor=True"):
-            sessions.session(model, memory=100, reanchor=True)
+            sessions.session(llava, memory=100, reanchor=True)
         setattr(rotary, name, old)
-    sessions.session(model, memory=100, reanchor=True)
+    sessions.session(llava, memory=100, reanchor=True)
+    # By default the session begins, and the last position is an error.
+    session = sessions.session(shortened("gemma3", 100), memory=60, policy="uniform")
+    with pytest.raises(UnsupportedSetupError, match="positions of 'gemma3' cannot be moved down"):
+        for image in images_of(FAMILIES["gemma3"], 20):
+            session.see(input_ids=image.ids, **FAMILIES["gemma3"].collate([[image]]))
+    assert 0 < session.stats.frames_seen < 20
+    session = sessions.session(llava, memory=100, horizon=20, reanchor=False)
+    with pytest.raises(UnsupportedSetupError, match="reanchor=False"):
+        session.say([5] * 30)
+    with pytest.raises(OptionError, match="reanchor=1 must be True or False"):
+        sessions.session(llava, memory=100, reanchor=1)

@@ -150,10 +150,7 @@ def test_the_chat_template_is_the_proxy_or_a_text() -> None:
     session.say("look").see([photo(64, 64, seed) for seed in range(6)])
     assert session.stats.compressions and session.stats.visual <= 400
     asked = tokenprune.sessions.session(
-        model,
-        processor,
-        memory=400,
-        policy=tokenprune.sessions.policy("streammem", proxy="what color is it?"),
+        model, processor, memory=400, policy=tokenprune.sessions.policy("streammem", proxy="what color is it?")
     )
     asked.say("look").see([photo(64, 64, seed) for seed in range(6)])
     assert not torch.equal(asked.held[0].index, session.held[0].index)

@@ -34,11 +34,8 @@ def tower_calls(model: Any) -> Iterator[list[int]]:
     def count(module: nn.Module, args: tuple, kwargs: dict) -> None:
         calls.append(len(args[0] if args else kwargs["pixel_values"]))
 
-    handle = tower.register_forward_pre_hook(count, with_kwargs=True)
-    try:
+    with tower.register_forward_pre_hook(count, with_kwargs=True):
         yield calls
-    finally:
-        handle.remove()
 
 
 def counts(model: Any) -> tuple[int, int]:

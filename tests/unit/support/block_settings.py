@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tests.unit.engine.test_modes  # noqa: F401  (registers flash_stand_in)
 from dense_blocks import dense_mask
+from hooks import removed_after
 from oracle import seen_before
 from tests.unit.kernels.test_block_attention import naive_ids
 from tokenprune.integrations.hf import compat
@@ -21,15 +22,11 @@ from zoo import FAMILIES, VIDEO, Family
 
 VIDEO_FAMILIES = [family for family in FAMILIES.values() if family.video]
 
-
 SINK_FRAMES, BLOCK_FRAMES = 2, 4
-
 
 SMALL = dict(sink_frames=SINK_FRAMES, block_frames=BLOCK_FRAMES, min_frames=1)
 
-
 WAYS = (nullcontext, dense_mask)  # as the library computes it, and its reference
-
 
 # A prompt beside it without video, or with another number of frames where the family can batch these.
 BATCHES: dict[str, dict[str, Any]] = {
@@ -83,11 +80,8 @@ def blocked(family: Family, model: Any, ids: Tensor, dense: tuple[int, ...] = ()
 
         if index not in dense:
             handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-    try:
+    with removed_after(handles):
         yield model
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def real_of(inputs: Any) -> Tensor:

@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Towers that merge in a known way, for tests of virtual unmerging."""
+"""Towers that merge in a known way, and the exact form of virtual token unmerging, for tests of virtual unmerging.
+
+The exact form is written from the paper (DyMU, arXiv 2504.17040, equation 10). A rotary embedding turns the pair
+(x1, x2) of a query or key at position t by the angle theta t, for each pair with a theta of its own. The score of
+positions m and n is
+
+    sum over pairs of  (q1 k1 + q2 k2) cos(theta (t_m - t_n)) + (q1 k2 - q2 k1) sin(theta (t_m - t_n)).
+
+The products depend on the merged tokens of m and n alone: W x W of them. The angles do not, and differ between pairs,
+so the sum is taken for each of the L x L positions, one pair after the other.
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from exact_attention import exact_attention
+from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged, VirtualUnmerging
+from tokenprune.integrations.hf.attention_observer import Tap
+from tokenprune.integrations.hf.sequence.masks import build_causal_mask
+from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.methods.encoder.tome import ToMe
-
-# As the library computes attention, and the paper's equation 10.
-FORMS = {"expanded": lambda model: nullcontext(), "exact": exact_attention}
 
 
 @dataclass(frozen=True)
@@ -65,3 +76,139 @@ def by_hand(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         out[..., j] = x[..., j] * cos[j] - x[..., j + half] * sin[j]
         out[..., j + half] = x[..., j + half] * cos[j] + x[..., j] * sin[j]
     return out
+
+
+@contextmanager
+def exact_attention(model: Any) -> Iterator[None]:
+    """Have a model that is patched with `vtu="expanded"` compute attention by equation 10.
+
+    For decoders that turn one half of a head against the other, by one angle for each position and pair, with sdpa or
+    eager attention and a dynamic cache.
+    """
+    (part,) = (one for one in get_attachment(model).engine.parts if isinstance(one, VirtualUnmerging))
+    with ExitStack() as stack:
+        for module in part.modules:
+            tap = _Exact(module, part)
+            tap.attach()
+            stack.callback(tap.detach)
+            stack.callback(module.register_forward_pre_hook(tap.enter, with_kwargs=True).remove)
+        yield
+
+
+class _Exact(Tap):
+    def __init__(self, module: nn.Module, part: VirtualUnmerging) -> None:
+        super().__init__(module)
+        self.part = part
+        self.rotary: tuple[Tensor, Tensor] = ()
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.rotary = kwargs["position_embeddings"]
+
+    def compute(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None] | None:
+        state = self.part.state()
+        if state is None:
+            return None
+        return _attend(state, self.rotary, self.module, query, key, value, attention_mask, **kwargs)
+
+
+def _attend(
+    state: Unmerged,
+    rotary: tuple[Tensor, Tensor],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of L queries, as an attention function of transformers.
+
+    query: `[B, H, L, Dh]`; key, value: `[B, Hkv, P + L, Dh]`, the last L those of this call, rotated; mask: bool or
+    additive `[B or 1, 1 or H, L, P + L]`, None for a causal one. Returns `[B, L, H, Dh]`.
+    """
+    assert kwargs.get("s_aux") is None and kwargs.get("softcap") is None
+    length, past = query.shape[2], key.shape[2] - query.shape[2]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = query.float(), *(x.float().repeat_interleave(groups, dim=1) for x in (key, value))
+    cos, sin = (x.float().expand(query.shape[0], -1, -1).unsqueeze(1) for x in rotary)  # `[B, 1, L, Dr]`
+    merged, slot = state.layout.index.to(query.device), state.slot.to(query.device)
+    q_merged, k_merged = (_unrotated(x, cos, sin, merged, slot) for x in (q, k[:, :, past:]))
+    scores = rotary_scores(q_merged, k_merged, cos, sin, slot)
+    scores = torch.cat([q @ k[:, :, :past].transpose(2, 3), scores], dim=-1) * scaling
+    if attention_mask is None:
+        places = torch.arange(key.shape[2], device=key.device).expand(len(key), -1)
+        attention_mask = build_causal_mask(places[:, -length:], places, "sdpa", query.dtype)
+    attention_mask = attention_mask[..., : past + length]
+    if attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + attention_mask.float()
+    weights = nn.functional.dropout(scores.softmax(dim=-1), dropout, module.training)
+    # Positions that share a token share its value.
+    columns = slot[:, None, None, :].expand_as(weights[..., past:])
+    shared = weights.new_zeros(*weights.shape[:3], merged.shape[1]).scatter_add(3, columns, weights[..., past:])
+    output = weights[..., :past] @ v[:, :, :past] + shared @ _tokens(v[:, :, past:], merged)
+    return output.transpose(1, 2).to(query.dtype).contiguous(), None
+
+
+def _tokens(x: Tensor, index: Tensor) -> Tensor:
+    """`[B, H, L, D]` -> `[B, H, W, D]`; index: long `[B, W]`."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _unrotated(x: Tensor, cos: Tensor, sin: Tensor, merged: Tensor, slot: Tensor) -> Tensor:
+    """`[B, H, L, Dh]` queries or keys, rotated -> `[B, H, W, Dh]` of the merged tokens, before rotation."""
+    there = _tokens(cos, merged), _tokens(sin, merged)
+    # Some rotary embeddings scale what they turn.
+    found = rotate(_tokens(x, merged), there[0], -there[1], scale=1 / (there[0] ** 2 + there[1] ** 2))
+    # Families differ in what they turn against what, and some layers turn nothing; none of it shows in the angles. The
+    # positions of a group tell: rotated to each of them, its token must give what is there.
+    half, turned = cos.shape[-1] // 2, cos.shape[-1]
+    error = (rotate(_tokens(found, slot), cos, sin) - x)[..., :turned]
+    assert (_pair_norms(error, half) <= 0.05 * _pair_norms(x[..., :turned], half) + 1e-6).all(), "other angles"
+    return found
+
+
+def _pair_norms(x: Tensor, half: int) -> Tensor:
+    return torch.hypot(x[..., :half], x[..., half:])
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    """Turn queries or keys `[B, H, N, Dh]` by angles `[B, 1, N, Dr]`; what is behind Dr stays."""
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat([(turned * cos + torch.cat([-second, first], dim=-1) * sin) * scale, rest], dim=-1)
+
+
+def rotary_scores(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, slot: Tensor) -> Tensor:
+    """Return `[B, H, L, L]`: for all positions the products of the rotated queries and keys of their tokens.
+
+    query, key: `[B, H, W, Dh]`, not rotated. cos, sin: `[B, 1, L, Dr]`. slot: long `[B, L]`, the token of a position.
+    """
+    batch, heads, width, _ = query.shape
+    rows = slot[:, None, :, None].expand(batch, heads, -1, width)
+    columns = slot[:, None, None, :].expand(batch, heads, slot.shape[1], -1)
+
+    def expand(products: Tensor) -> Tensor:
+        return products.gather(2, rows).gather(3, columns)
+
+    def outer(x: Tensor, y: Tensor) -> Tensor:
+        return x[..., :, None] * y[..., None, :]
+
+    turned, half = cos.shape[-1], cos.shape[-1] // 2
+    scores = expand(query[..., turned:] @ key[..., turned:].transpose(2, 3))
+    for pair in range(half):
+        q1, q2, k1, k2 = (x[..., place] for x in (query, key) for place in (pair, pair + half))
+        c, s = cos[..., pair], sin[..., pair]
+        scores = scores + expand(outer(q1, k1) + outer(q2, k2)) * (outer(c, c) + outer(s, s))
+        scores = scores + expand(outer(q1, k2) - outer(q2, k1)) * (outer(s, c) - outer(c, s))
+    return scores
+
+
+# As the library computes attention, and the paper's equation 10.
+FORMS = {"expanded": lambda model: nullcontext(), "exact": exact_attention}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from basics import pieces
+from hooks import removed_after
 from oracle import without
 from tokenprune.integrations.hf import compat
 from zoo import Family
@@ -144,8 +145,5 @@ def naive(family: Family, model: Any, inputs: Any, keep: float, **options: Any) 
         handles.append(
             layer.register_forward_pre_hook(lambda m, a, k, index=index: enter(m, a, k, index), with_kwargs=True)
         )
-    try:
+    with removed_after(handles):
         yield state
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
+from hooks import removed_after
 from tokenprune.integrations.hf import compat
 from zoo import Family
 
@@ -73,11 +74,8 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
             return (hidden, *args[1:]), kwargs | {"attention_mask": mask}
 
         handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-    try:
+    with removed_after(handles):
         yield model
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def seen_before(cache: Any, layer: int) -> int:

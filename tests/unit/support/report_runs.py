@@ -48,9 +48,7 @@ def timing(ratio: float, load: float = 0.5) -> dict[str, Any]:
 
 BASE = result("unpatched", 1.0, 100, 100)
 
-
 RIVALS = [result("random", 0.25, 60, 60), result("downsample", 0.25, 50, 50)]
-
 
 GOOD = result("good", 0.25, 99, 98)
 

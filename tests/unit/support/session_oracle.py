@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import tokenprune
+from hooks import removed_after
 from tokenprune.integrations.hf.sessions.memory import INDEX
 from tokenprune.models.families.tested import SESSIONS
 from zoo import FAMILIES, IMAGE, Family, InputImage, join
@@ -80,15 +81,9 @@ class Recorded:
             for layer, mask in zip(layers, self.masks(ids), strict=True):
                 hook = lambda module, args, kwargs, mask=mask: (args, kwargs | {"attention_mask": mask})  # noqa: E731
                 handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-        try:
-            with torch.no_grad():
-                positions = positions if len(positions) > 1 else positions[0]
-                return self.model(input_ids=ids, position_ids=positions, use_cache=False, **inputs, **extra).logits[
-                    0, -1
-                ]
-        finally:
-            for handle in handles:
-                handle.remove()
+        with removed_after(handles), torch.no_grad():
+            positions = positions if len(positions) > 1 else positions[0]
+            return self.model(input_ids=ids, position_ids=positions, use_cache=False, **inputs, **extra).logits[0, -1]
 
     def masks(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """Return bool `[1, Hq, L, L]` of each layer: which keys each query of the stream could see."""

@@ -14,13 +14,12 @@ from torch import Tensor
 import tokenprune
 from families.special import FAMILIES as SPECIAL
 from families.special import STATEFUL
-from only_kept import only_kept
-from oracle import close, generate_logits, reduced, survivors
+from oracle import close, generate_logits, survivors
+from pruned import hide_dropped
 from tokenprune import Budget, Method, Pruner, Selection, Site, VisualTokens
 from zoo import FAMILIES, Family
 
 Choose = Callable[[VisualTokens], Tensor | Selection]
-
 
 BATCHES: dict[str, dict[str, Any]] = {
     "one image": {"only": 0},
@@ -29,11 +28,9 @@ BATCHES: dict[str, dict[str, Any]] = {
     "text beside": {"images": (0, 2)},
 }
 
-
 # One axis of positions, three, layers that add features to visual tokens, masks made by the model, a state in place of
 # keys, sliding windows and inputs for each layer.
 MANY = FAMILIES | SPECIAL
-
 
 KINDS = ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma3n", "llama4", "lfm2_vl"]
 
@@ -75,10 +72,6 @@ class Staged(Pruner):
         return list(zip(self.parts, self.budgets or [budget] * len(self.parts), strict=True))
 
 
-def oracle(family: Family) -> Any:
-    return only_kept if family.name in STATEFUL else reduced
-
-
 @torch.no_grad()
 def check(
     family: Family, model: Any, method: Any, inputs: Any, keep: Any = 0.5, steps: int = 3, **options: Any
@@ -92,7 +85,7 @@ def check(
         cuts = tokenprune.stats(model).cuts
         got, tokens, _ = generate_logits(model, inputs, steps)
         assert [cut.kept for cut in tokenprune.stats(model).cuts] == [cut.kept for cut in cuts]
-    with oracle(family)(family, model, cuts, length):
+    with hide_dropped(family, model, cuts, length):
         want = model(**inputs).logits
         wanted, _, _ = generate_logits(model, inputs, steps, tokens=tokens)
     alive = survivors(cuts[-1], length) if cuts else inputs["attention_mask"].bool()
@@ -114,6 +107,5 @@ def every(number: int, offset: int = 0) -> Choose:
 
 
 kind = pytest.mark.parametrize("family", [MANY[name] for name in KINDS], ids=KINDS)
-
 
 batch = pytest.mark.parametrize("batch", BATCHES)

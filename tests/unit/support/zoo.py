@@ -91,6 +91,10 @@ class Family:
     def kind(self) -> str:
         return self.model_type or self.name
 
+    def prepare(self, build: Callable[..., PreTrainedModel] | None = None, **batch: Any) -> tuple[Any, Inputs]:
+        """Return a model and a batch. build: the fixture of shared models; without it, the model is a new one."""
+        return self.build() if build is None else build(self), self.make_inputs(**batch)
+
     def build(self, attn: str = "sdpa") -> PreTrainedModel:
         config = {"image_token_id": IMAGE, "tie_word_embeddings": False} | copy.deepcopy(self.config)
         with torch.random.fork_rng(devices=[]):
@@ -263,10 +267,18 @@ def anyres_collate(rows: list[list[InputImage]], count_rows: bool = False) -> di
 # Qwen-VL: patches of all images on one axis, the grid tells their shape; 2 x 2 patches make a token.
 
 
-def qwen_image(size: tuple[int, int], g: torch.Generator, _: int, patch: int = 4) -> InputImage:
-    h, w = size
-    pixels = {"pixel_values": noise(h * w, 3 * 2 * patch**2, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
-    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
+def grid_image(*patch: int, per_token: int = 4) -> Callable[..., InputImage]:
+    """Return the images of a family that gets patches on one axis, and their grid beside them."""
+
+    def image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+        h, w = size
+        pixels = {"pixel_values": noise(h * w, *patch, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
+        return InputImage([START, *[IMAGE] * (h * w // per_token), END], pixels)
+
+    return image
+
+
+qwen_image = grid_image(3 * 2 * 4**2)
 
 
 def qwen_video(

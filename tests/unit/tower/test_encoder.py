@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,9 +12,12 @@ from torch import Tensor
 import tokenprune
 from basics import pieces
 from merging_models import SUPPORTED, blocks_of, image_arguments, tower_of
-from oracle import close, generate_logits, reduced, survivors
+from module_calls import record_inputs
+from naive_towers import InputImage
+from oracle import close, survivors
 from tests.unit.methods.test_tome import naive
 from tokenprune import Budget, Site
+from tower_features import check_decoder, run_patched
 from zoo import FAMILIES, Family
 
 BATCHES = {"left": {}, "ragged": {"images": (2, 1)}, "text beside": {"images": (0, 2)}, "one row": {"only": 1}}
@@ -34,17 +33,10 @@ def tiles(model: Any, count: int = 2, seed: int = 0) -> Tensor:
     return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
 
 
-@contextmanager
-def tokens_in_mlps(model: Any) -> Iterator[list[int]]:
+def tokens_in_mlps(model: Any) -> Any:
     """Record the number of tokens that each MLP of the tower gets, in order of the calls."""
-    seen: list[int] = []
-    handles = [
-        block.mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1]))
-        for block in blocks_of(tower_of(model))
-    ]
-    yield seen
-    for handle in handles:
-        handle.remove()
+    mlps = [block.mlp for block in blocks_of(tower_of(model))]
+    return record_inputs(*mlps, note=lambda args, kwargs: args[0].shape[1])
 
 
 @torch.no_grad()
@@ -56,31 +48,13 @@ def naive_tower(
     Returns:
         Features on the full grid after each block, and the final groups.
     """
-    embed = tower.embeddings(pixels[None])
-    x = (tower.pre_layrnorm(embed) if hasattr(tower, "pre_layrnorm") else embed)[0]
-    protected = int(hasattr(tower, "pre_layrnorm"))
-    groups = [[i] for i in range(len(x))]
-    grids = [x]
+    image = InputImage(tower, pixels)
+    grids = [image.x]
     for block, r in zip(blocks_of(tower), plan, strict=True):
-        at = block.self_attn
-        h = block.layer_norm1(x)
-        q, k, v = (
-            p(h).view(len(x), at.num_heads, at.head_dim).transpose(0, 1) for p in (at.q_proj, at.k_proj, at.v_proj)
-        )
-        logits = q @ k.transpose(1, 2) * at.head_dim**-0.5
-        if proportional:
-            logits = logits + torch.tensor([float(len(group)) for group in groups]).log()
-        x = x + at.out_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
-        joined, _ = naive(k.mean(0), r, protected)
-        weight = torch.tensor([float(len(group)) for group in groups])
-        x = torch.stack([(x[m] * weight[m, None]).sum(0) / weight[m].sum() for m in joined])
-        groups = [[i for member in members for i in groups[member]] for members in joined]
-        x = x + block.mlp(block.layer_norm2(x))
-        grid = torch.empty(len(grids[0]), x.shape[1])
-        for feature, group in zip(x, groups, strict=True):
-            grid[group] = feature
-        grids.append(grid)
-    return grids, groups
+        keys = image.attend(block, proportional)
+        image.finish(block, naive(keys, r, image.protected)[0])
+        grids.append(image.grid())
+    return grids, image.groups
 
 
 @pytest.mark.parametrize("proportional", [True, False])
@@ -117,17 +91,6 @@ def test_mlps_run_on_fewer_tokens(family: Family, model) -> None:
     assert entered == [images * n for n in (count, count - 3, count - 6)]
 
 
-@torch.no_grad()
-def test_batch_matches_single_images(family: Family, model) -> None:
-    pixels = tiles(model, 3)
-    with tokenprune.patched(model, "tome", keep=0.5):
-        batch = tower_of(model)(pixels, output_hidden_states=True)
-        for row in range(3):
-            alone = tower_of(model)(pixels[row : row + 1], output_hidden_states=True)
-            for got, want in zip(batch.hidden_states, alone.hidden_states, strict=True):
-                close(got[row], want[0], 1e-6)
-
-
 @pytest.mark.parametrize("proportional", [True, False])
 @torch.no_grad()
 def test_merging_duplicates_changes_no_output(proportional: bool) -> None:
@@ -144,22 +107,6 @@ def test_merging_duplicates_changes_no_output(proportional: bool) -> None:
     assert seen == [19, 19, 19]
     worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
     assert worst < 1e-5 if proportional else worst > 1e-3
-
-
-@contextmanager
-def with_features(model: Any, output: Any) -> Iterator[None]:
-    """Return the unpatched model with the image features of a patched tower."""
-    original = model.model.get_image_features
-
-    @functools.wraps(original)  # generate() reads the signature
-    def features(*args: Any, **kwargs: Any) -> Any:
-        return copy.copy(output)
-
-    model.model.get_image_features = features
-    try:
-        yield
-    finally:
-        del model.model.get_image_features
 
 
 def groups_of(features: list[Tensor]) -> list[list[list[int]]]:
@@ -234,26 +181,14 @@ def test_keep_is_the_share_of_patches() -> None:
 @pytest.mark.parametrize("batch", ["ragged", "one row"])
 @torch.no_grad()
 def test_generate_and_combined_methods(family: Family, model, batch: str, method: Any) -> None:
-    """Compare with the unpatched model on the same features, with the columns of dropped tokens masked."""
     inputs = family.make_inputs(**BATCHES[batch])
-    with tokenprune.patched(model, method, keep=0.5, record=True):
-        logits, stats = model(**inputs).logits, tokenprune.stats(model)
-        got, tokens, _ = generate_logits(model, inputs, 4)
-        # generate uses other masks, so a selection that depends on the last bit may differ.
-        forward_cuts, cuts = stats.cuts, tokenprune.stats(model).cuts
-        output = model.model.get_image_features(**image_arguments(inputs))
-    names = [method] if isinstance(method, str) else method
-    assert [cut.method for cut in cuts] == names
+    run = run_patched(model, inputs, method, 0.5, steps=4)
+    names, stats = [method] if isinstance(method, str) else method, run.stats
+    assert [cut.method for cut in run.step_cuts] == names
     assert stats.visual_tokens_per_layer[0] <= 0.75 * stats.visual_tokens_in
     if len(names) > 1:
         assert stats.visual_tokens_out < 0.45 * stats.visual_tokens_in
-    length = inputs["input_ids"].shape[1]
-    alive = survivors(forward_cuts[-1], length)
-    with with_features(model, output), reduced(family, model, forward_cuts, length):
-        close(logits[alive], model(**inputs).logits[alive])
-    with with_features(model, output), reduced(family, model, cuts, length):
-        want, _, _ = generate_logits(model, inputs, 4, tokens=tokens)
-    close(got, want)
+    check_decoder(family, model, inputs, run)
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from families import FAMILIES as OTHERS
 from oracle import close
 from tokenprune import OptionError
 from tower_attention import make_seer
+from tower_values import CLASS_TOKEN, attentions_of, run_tower, tower_of
 from zoo import FAMILIES as ZOO
 from zoo import IMAGE, TEXT, Family
 
@@ -34,129 +34,28 @@ BLOCKS = {
 }  # fmt: skip
 
 
-CLASS_TOKEN = {"llava", "llava_next", "llava_next_video", "internvl"}
-
-
-def tower_of(model: Any) -> Any:
-    base = model.model
-    return next(getattr(base, n) for n in ("vision_tower", "visual", "vision_model") if hasattr(base, n))
-
-
-def projector_of(model: Any) -> Any:
-    base = model.model
-    return next(
-        getattr(at, name)
-        for at, name in ((base, "multi_modal_projector"), (base, "connector"), (getattr(base, "visual", 0), "merger"))
-        if hasattr(at, name)
-    )
-
-
-def attentions_of(model: Any) -> list[Any]:
-    tower = tower_of(model)
-    names = ("layers", "layer", "blocks")
-    blocks = next(getattr(m, n) for m in tower.modules() for n in names if hasattr(m, n))
-    return [next(getattr(b, n) for n in ("self_attn", "attn", "attention") if hasattr(b, n)) for b in blocks]
-
-
-@torch.no_grad()
 def naive_scores(
     family: Family, model: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch, layers: tuple
 ) -> tuple[list[list[int]], dict[Any, Tensor]]:
-    """Return the cell of each placeholder in reading order, and its scores in each layer, shape (tokens, heads).
-
-    The scores come from the attention maps of the unpatched eager tower. The patches of a token are found by comparing
-    the decoder's embeddings with the projected patches.
-    """
-    attentions = attentions_of(model)
-    maps: dict[int, list[Tensor]] = {id(attention): [] for attention in attentions}
-    module = sys.modules[type(attentions[0]).__module__]
-    original = module.eager_attention_forward
-
-    def record(attention: Any, *args: Any, **kwargs: Any) -> Any:
-        output, weights = original(attention, *args, **kwargs)
-        if id(attention) in maps:
-            maps[id(attention)].append(weights)
-        return output, weights
-
-    projected: list[Tensor] = []
-    embeds: list[Tensor] = []
-    decoder = model.get_submodule(family.decoder)
-    handles = [
-        projector_of(model).register_forward_hook(lambda m, args, out: projected.append(out)),
-        decoder.layers[0].register_forward_pre_hook(lambda m, args: embeds.append(args[0])),
-    ]
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "eager_attention_forward", record)
-        model(**inputs)
-    for handle in handles:
-        handle.remove()
-
-    scores = {}
+    """Return the cell of each placeholder in reading order, and its scores in each layer, shape (tokens, heads)."""
+    run, scores = run_tower(family, model, inputs, monkeypatch), {}
     for layer in layers:
-        weights = maps[id(attentions[BLOCKS[layer][family.name]])]
+        maps = [weights for *_, weights in run.calls[BLOCKS[layer][family.name]]]
         if family.name in CLASS_TOKEN:
-            per_tile = [tile[:, 0, 1:].T for w in weights for tile in w]
+            tiles = [tile[:, 0, 1:].T for of_call in maps for tile in of_call]
         else:
-            per_tile = [tile.mean(1).T for w in weights for tile in w]
-        scores[layer] = per_tile
-    candidates = list(made_of(family, model, projected))
-    vectors = torch.stack([vector for vector, _, _ in candidates])
-    visual = embeds[0][family.visual_mask(model, inputs)]
-    distance, found = torch.cdist(visual, vectors, compute_mode="donot_use_mm_for_euclid_dist").min(1)
-    cells, results = [], {layer: [] for layer in layers}
-    flat = {layer: torch.cat(scores[layer]) for layer in layers}
-    for vector, gap, place in zip(visual, distance.tolist(), found.tolist(), strict=True):
-        if gap > 1e-4:
-            assert torch.equal(vector, model.model.image_newline), "no token is made of unknown patches"
-            cells.append([-1] * 6)
-        else:
-            cells.append(list(candidates[place][1]))
-        for layer in layers:
-            patches = candidates[place][2]
-            mean = flat[layer][patches].mean(0)
-            results[layer].append(torch.zeros_like(mean) if gap > 1e-4 else mean)
-    if family.name.startswith(("qwen", "glm")):  # cells follow from the order of the prompt
-        grids = [grid for name in ("video_grid_thw", "image_grid_thw") for grid in inputs.get(name, torch.zeros(0, 3))]
-        cells = [
-            [1000 * number + t, row, column, int(h) // 2, int(w) // 2, 4]
-            for number, (frames, h, w) in enumerate(grids)
-            for t in range(int(frames)) for row in range(int(h) // 2) for column in range(int(w) // 2)
-        ]  # fmt: skip
-    return cells, {layer: torch.stack(results[layer]) for layer in layers}
-
-
-def made_of(family: Family, model: Any, projected: list[Tensor]) -> Any:
-    """Yield (feature, cell, indices of its patches in the order of the tower) of all possible tokens."""
-    start = tile = 0
-    for features in projected:
-        if features.ndim == 2:  # four consecutive patches per token
-            for i, vector in enumerate(features):
-                yield vector, [0] * 6, list(range(start + 4 * i, start + 4 * i + 4))
-            start += 4 * len(features)
-            continue
-        vision = model.config.vision_config
-        pixels, patch = (x[0] if isinstance(x, (list, tuple)) else x for x in (vision.image_size, vision.patch_size))
-        side = pixels // patch
-        for vectors in features:
-            grid = math.isqrt(len(vectors))
-            times = side // grid
-            for i, vector in enumerate(vectors):
-                own = patches_at(i // grid, i % grid, times, side, start)
-                yield vector, [tile, i // grid, i % grid, grid, grid, times**2], own
-            if family.video and grid == side:  # pairs of frames of a video are averaged
-                half, square = grid // 2, vectors.view(grid // 2, 2, grid // 2, 2, -1).mean((1, 3))
-                for row in range(half):
-                    for column in range(half):
-                        own = patches_at(row, column, 2, side, start)
-                        yield square[row, column], [tile, row, column, half, half, 4], own
-            start += side * side
-            tile += 1
-
-
-def patches_at(row: int, column: int, times: int, side: int, start: int) -> list[int]:
-    return [
-        start + (row * times + down) * side + column * times + right for down in range(times) for right in range(times)
-    ]
+            tiles = [tile.mean(1).T for of_call in maps for tile in of_call]
+        scores[layer] = run.average(torch.cat(tiles))
+    if not family.name.startswith(("qwen", "glm")):
+        return run.cells, scores
+    # Cells follow from the order of the prompt.
+    grids = [grid for name in ("video_grid_thw", "image_grid_thw") for grid in inputs.get(name, torch.zeros(0, 3))]
+    cells = [
+        [1000 * image + t, row, column, int(h) // 2, int(w) // 2, 4]
+        for image, (frames, h, w) in enumerate(grids)
+        for t in range(int(frames)) for row in range(int(h) // 2) for column in range(int(w) // 2)
+    ]  # fmt: skip
+    return cells, scores
 
 
 BATCHES = {
@@ -304,7 +203,6 @@ def in_one_thread(model: Any, job: Any) -> Tensor:
 
 
 def test_threads_do_not_mix(family: Family, model) -> None:
-    """Two threads in the tower at once see their own images."""
     jobs = [family.make_inputs(seed=seed, images=images) for seed, images in enumerate([(2, 1), (1, 0)])]
     with tokenprune.patched(model, "vscan", keep=0.3):
         alone = [in_one_thread(model, job) for job in jobs]

@@ -105,16 +105,3 @@ def test_class_token_among_features() -> None:
     assert first in cuts[0].kept[0] and cuts[0].sources[0][first] == [first]
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
         close(got, model(**inputs).logits[:, -1])
-
-
-@torch.no_grad()
-def test_patching_again_with_another_keep(build) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs()
-    tokenprune.patch(model, "vscan", keep=0.3)
-    first = model(**inputs).logits
-    tokenprune.patch(model, "vscan", keep=0.6, replace=True)
-    assert not torch.equal(model(**inputs).logits, first)
-    tokenprune.patch(model, "vscan", keep=0.3, replace=True)
-    assert torch.equal(model(**inputs).logits, first)
-    tokenprune.unpatch(model)

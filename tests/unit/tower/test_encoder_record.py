@@ -87,7 +87,6 @@ def test_copies_of_an_output_have_separate_records(method: str, copied: Any) -> 
 
 
 def test_each_field_has_one_writer() -> None:
-    """The record is the only item or attribute of ours on an output."""
     names, writers = {field.name for field in fields(EncoderRecord)}, Counter()
     for path in Path(tokenprune.__file__).parent.rglob("*.py"):
         text = path.read_text()

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import tokenprune
-from basics import snapshot
 from families import FAMILIES
+from module_calls import record_inputs
 from naive_frames import chosen, mix, mixed, segments
 from tokenprune import Site
 from zoo import VIDEO, Family
@@ -95,19 +92,6 @@ def as_tensor(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-@contextmanager
-def entering(model: Any) -> Iterator[list[Tensor]]:
-    """Record the input of the first decoder layer in each call."""
-    seen: list[Tensor] = []
-    layer = model.model.language_model.layers[0]
-    handle = layer.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).clone()),
-        with_kwargs=True,
-    )
-    yield seen
-    handle.remove()
-
-
 def places(inputs: Any, row: int) -> list[int]:
     return (inputs["input_ids"][row] == VIDEO).nonzero().flatten().tolist()
 
@@ -115,9 +99,9 @@ def places(inputs: Any, row: int) -> list[int]:
 @pytest.mark.parametrize("keep", [0.2, 0.5, 0.8])
 @torch.no_grad()
 def test_tower_matches_naive_loop(family: Family, keep: float, build) -> None:
-    """Two videos of a batch, separately: frames, tokens, features and counts."""
     model, inputs = build(family), clips(family, [True, True])
-    with tokenprune.patched(model, "earlytom", keep=keep, record=True, **SET), entering(model) as seen:
+    first = model.model.language_model.layers[0]
+    with tokenprune.patched(model, "earlytom", keep=keep, record=True, **SET), record_inputs(first) as seen:
         logits = model(**inputs).logits
         stats = tokenprune.stats(model)
     read, counts = 0, []
@@ -149,35 +133,7 @@ def test_tower_matches_naive_loop(family: Family, keep: float, build) -> None:
 
 
 @torch.no_grad()
-def test_keep_of_one_is_bit_equal(family: Family, build) -> None:
-    model, inputs = build(family), clips(family, [True, True])
-    before, was = model(**inputs).logits, snapshot(model)
-    with tokenprune.patched(model, "earlytom", keep=1.0, **SET):
-        assert torch.equal(model(**inputs).logits, before)
-    tokenprune.patch(model, "earlytom", keep=0.5, **SET)
-    assert not torch.equal(model(**inputs).logits, before)
-    want = model(**inputs).logits
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin(**inputs).logits, want)
-    tokenprune.unpatch(model)
-    assert snapshot(model) == was and torch.equal(model(**inputs).logits, before)
-
-
-@torch.no_grad()
-def test_batch_matches_single_rows(family: Family, build) -> None:
-    model, inputs = build(family), clips(family, [True, True])
-    with tokenprune.patched(model, "earlytom", keep=0.4, record=True, **SET):
-        model(**inputs)
-        together = tokenprune.stats(model).cuts[0].kept
-        for row in range(2):
-            alone = {k: v[row : row + 1] for k, v in inputs.items()}
-            model(**alone)
-            assert tokenprune.stats(model).cuts[0].kept[0] == together[row]
-
-
-@torch.no_grad()
 def test_features_without_merges_are_unchanged(family: Family, build) -> None:
-    """Without merges each frame is a segment, and the tower's output matches the unpatched tower."""
     model, inputs = build(family), clips(family, [True, True])
     given = {"pixel_values_videos": inputs["pixel_values_videos"]}
     want = model.model.get_video_features(**given).pooler_output
@@ -192,7 +148,6 @@ def test_features_without_merges_are_unchanged(family: Family, build) -> None:
 
 @torch.no_grad()
 def test_images_are_unchanged(build) -> None:
-    """Images next to a video, and alone: outputs are bit-equal, and the statistics show it."""
     family = FAMILIES["llava_onevision"]
     model = build(family)
     only = family.make_inputs(images=(2, 1))
@@ -209,7 +164,6 @@ def test_images_are_unchanged(build) -> None:
 
 @torch.no_grad()
 def test_generate_beams_and_second_question(family: Family, build) -> None:
-    """The kept tokens do not depend on the question, and beams are copies."""
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=0.4, record=True, **SET):
         greedy = model.generate(**inputs, max_new_tokens=3, do_sample=False)

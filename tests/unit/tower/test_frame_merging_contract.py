@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -36,34 +35,6 @@ def test_encoded_videos_hit_the_cache(family: Family, build) -> None:
     tokenprune.unpatch(model)
 
 
-def test_gradients_flow_through_mixed_frames(build) -> None:
-    family = FAMILIES["llava_onevision"]
-    model, inputs = copy.deepcopy(build(family)), clips(family, [True, True])
-    with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
-        model(**inputs).logits.sum().backward()
-        for name, parameter in model.model.vision_tower.named_parameters():
-            if "layers" in name and "k_proj.bias" not in name:
-                assert parameter.grad.abs().sum() > 0, name
-        model.train()
-        for reentrant in (True, False):
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            with pytest.raises(UnsupportedSetupError, match="Gradient checkpointing"):
-                model(**inputs)
-
-
-@torch.no_grad()
-def test_failing_forward_leaves_no_state(family: Family, build) -> None:
-    model, inputs = build(family), clips(family, [True, True])
-    with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
-        want = model(**inputs).logits
-        norm = next(m for n, m in model.model.vision_tower.named_modules() if n.endswith("layers.2.mlp"))
-        handle = norm.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(**inputs)
-        handle.remove()
-        assert torch.equal(model(**inputs).logits, want)
-
-
 @torch.no_grad()
 def test_hidden_states_have_all_frames(family: Family, build) -> None:
     model, inputs = build(family), clips(family, [True, True])
@@ -71,15 +42,6 @@ def test_hidden_states_have_all_frames(family: Family, build) -> None:
         output = model.model.get_video_features(inputs["pixel_values_videos"])
     states = [x for x in output.hidden_states if x is not None]  # transformers 5.24 keeps only the used states
     assert {len(x) for x in states} == {len(output.last_hidden_state)} == {18}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@torch.no_grad()
-def test_in_half_precision(family: Family, dtype: torch.dtype) -> None:
-    model, inputs = family.build().to(dtype), clips(family, [True, True])
-    inputs["pixel_values_videos"] = inputs["pixel_values_videos"].to(dtype)
-    with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
-        assert model(**inputs).logits.isfinite().all()
 
 
 # -- unsupported setups ------------------------------------------------------------------------------------------------
@@ -111,10 +73,6 @@ def test_unsupported_setups_raise(build) -> None:
     for budget in (Budget(keep=0.5, per="prompt"), Budget.from_flops_share(0.5), Budget.per_second(4)):
         with pytest.raises(BudgetError, match="earlytom"):
             tokenprune.patch(model, "earlytom", keep=budget)
-    encoded = model.model.get_video_features(inputs["pixel_values_videos"])
-    rest = {name: value for name, value in inputs.items() if name != "pixel_values_videos"}
-    with tokenprune.patched(model, "earlytom", keep=0.5), pytest.raises(UnsupportedSetupError, match="Pass pixels"):
-        model(**rest, mm_encoder_outputs={"video": encoded})
     with (
         tokenprune.patched(model, "earlytom", keep=0.5),
         pytest.raises(UnsupportedSetupError, match="vision_feature_layer=-1 of the config, not for -2"),

@@ -11,26 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tokenprune
 from families import FAMILIES
 from merging_models import layers_of, tower_of
-from only_kept import only_kept
-from oracle import close, survivors
+from module_calls import record_inputs
+from oracle import close
 from tests.unit.methods.test_towerdrop import naive, seen_by
-from tests.unit.tower.test_encoder import with_features
-from tests.unit.tower.test_tile_dropping import KEEP, SCORES, masked
-from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
+from tests.unit.tower.test_tile_dropping import KEEP, SCORES
+from tile_towers import masked
+from tokenprune import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import get_record
+from tower_features import encode
 
 LFM2 = FAMILIES["lfm2_vl"]
 BATCHES = {"of three sizes": {"images": (2, 1)}, "alone": {"only": 1}}
-
-
-def encode(model: Any, inputs: Any, **options: Any) -> Any:
-    given = (inputs[name] for name in ("pixel_values", "spatial_shapes", "pixel_attention_mask"))
-    return model.model.get_image_features(*given, **options)
 
 
 def units_of(height: int, width: int) -> list[list[int]]:
@@ -40,12 +35,9 @@ def units_of(height: int, width: int) -> list[list[int]]:
 
 
 def check_tower(model: Any, inputs: Any, score: str, layer: int) -> None:
-    entered: list[Tensor] = []
     blocks = layers_of(tower_of(model))
-    handles = [block.register_forward_pre_hook(lambda m, args: entered.append(args[0])) for block in blocks]
-    encode(model, inputs)
-    for handle in handles:
-        handle.remove()
+    with record_inputs(*blocks) as entered:
+        encode(model, inputs)
     real, shapes = inputs["pixel_attention_mask"].bool(), inputs["spatial_shapes"].tolist()
     seen, kept = torch.zeros_like(real), []
     for row, (height, width) in enumerate(shapes):
@@ -54,11 +46,11 @@ def check_tower(model: Any, inputs: Any, score: str, layer: int) -> None:
         kept.append(naive(score, shown, round(KEEP * len(units))).flatten())
         seen[row, torch.tensor(units)[kept[-1]].flatten()] = True
     with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=layer, score=score, guard="off"):
-        got = encode(model, inputs)
+        got = encode(model, inputs)["image"]
     assert all(map(torch.equal, get_record(got).kept, kept))
     assert get_record(got).block_tokens == [int(real.sum())] * layer + [int(seen.sum())] * (len(blocks) - layer)
     with masked(model, seen, layer, real):
-        want = encode(model, inputs)
+        want = encode(model, inputs)["image"]
     for mine, theirs, units in zip(got.pooler_output, want.pooler_output, kept, strict=True):
         close(mine[units], theirs[units])
 
@@ -77,23 +69,19 @@ def test_tower_matches_tower_masked_from_each_block(batch: dict, score: str, bui
 @torch.no_grad()
 def test_blocks_run_only_on_kept_units(attn: str, keep: float, build) -> None:
     """Rows have the length of the longest row. There is no mask if all rows have this length."""
-    model, inputs, ran = build(LFM2, attn), LFM2.make_inputs(images=(2, 1)), []
+    model, inputs = build(LFM2, attn), LFM2.make_inputs(images=(2, 1))
     block = layers_of(tower_of(model))[-1]
-    handles = [
-        block.mlp.register_forward_hook(lambda m, args, out: ran.append(tuple(args[0].shape[:2]))),
-        block.self_attn.register_forward_pre_hook(
-            lambda m, args, kwargs: ran.append(kwargs["attention_mask"]), with_kwargs=True
-        ),
-    ]
     sizes = inputs["spatial_shapes"].prod(1) // 4
-    with tokenprune.patched(model, "towerdrop", keep=keep, layer=1, guard="off"):
-        output = encode(model, inputs)
-    for handle in handles:
-        handle.remove()
+    with (
+        tokenprune.patched(model, "towerdrop", keep=keep, layer=1, guard="off"),
+        record_inputs(block.mlp) as states,
+        record_inputs(block.self_attn, note=lambda args, kwargs: kwargs["attention_mask"]) as masks,
+    ):
+        output = encode(model, inputs)["image"]
     left = [int(image.sum()) for image in get_record(output).kept]
     assert left == [keep if isinstance(keep, int) else round(keep * int(size)) for size in sizes]
-    mask, shape = ran
-    assert shape == (3, 4 * max(left))
+    (hidden,), (mask,) = states, masks
+    assert hidden.shape[:2] == (3, 4 * max(left))
     if keep == 5:
         assert mask is None
     else:
@@ -101,40 +89,16 @@ def test_blocks_run_only_on_kept_units(attn: str, keep: float, build) -> None:
 
 
 @torch.no_grad()
-def test_decoder_matches_decoder_on_kept_tokens(build) -> None:
-    model, inputs = build(LFM2), LFM2.make_inputs(images=(2, 1))
-    with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, record=True, guard="off"):
-        got, stats = model(**inputs).logits, tokenprune.stats(model)
-        output = encode(model, inputs)
-    (cut,) = stats.cuts
-    assert (cut.site, cut.method, cut.sources) == (Site.IN_ENCODER, "towerdrop", None)
-    length = inputs["input_ids"].shape[1]
-    alive = survivors(cut, length)
-    with with_features(model, output), only_kept(LFM2, model, stats.cuts, length):
-        close(got[alive], model(**inputs).logits[alive])
-
-
-@torch.no_grad()
 def test_hidden_states_have_all_patches(build) -> None:
-    """Hidden states of dropped patches are zero from the block at whose input they were dropped."""
     model, inputs = copy.deepcopy(build(LFM2)), LFM2.make_inputs(images=(2, 1))
-    whole = encode(model, inputs, output_hidden_states=True).hidden_states
+    unpruned = encode(model, inputs, output_hidden_states=True)["image"].hidden_states
     with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, guard="off"):
-        output = encode(model, inputs, output_hidden_states=True)
+        output = encode(model, inputs, output_hidden_states=True)["image"]
     left = 4 * sum(int(image.sum()) for image in get_record(output).kept)
-    for index, (mine, theirs) in enumerate(zip(output.hidden_states, whole, strict=True)):
+    for index, (mine, theirs) in enumerate(zip(output.hidden_states, unpruned, strict=True)):
         assert mine.shape == theirs.shape
         assert int(mine.any(-1).sum()) == (left if index > 1 else mine[..., 0].numel())
         assert torch.equal(mine, theirs) == (index < 2)
-
-
-@torch.no_grad()
-def test_keeping_all_is_bit_equal(build) -> None:
-    model, inputs = build(LFM2), LFM2.make_inputs(images=(2, 1))
-    want = model(**inputs).logits
-    for keep in (1.0, 10**4):
-        with tokenprune.patched(model, "towerdrop", keep=keep, layer=1, guard="off"):
-            assert torch.equal(model(**inputs).logits, want)
 
 
 def test_unsupported_setups_raise(build) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,56 +14,25 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import tokenprune
-from basics import snapshot
 from families import FAMILIES as ALL
-from oracle import close, generate_logits, reduced, survivors
+from module_calls import get_first_input, record_inputs
+from oracle import close
+from packed_towers import BATCHES, order_of_windows
 from processors import photo
 from tests.unit.methods.test_tome import naive
-from tests.unit.tower.test_encoder import with_features
 from tests.unit.tower.test_encoder_models import PACKED
 from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune_bench.calibration import calibrate
+from tower_features import check_decoder, encode, run_patched
 from zoo import FAMILIES, Family
 
 UNIT = 4
-BATCHES = {"left": {}, "ragged": {"images": (2, 1)}, "text beside": {"images": (0, 2)}, "video": {"video": True}}
 
 
 @pytest.fixture(params=PACKED)
 def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
-
-
-def encode(model: Any, inputs: Any) -> dict[str, Any]:
-    """Return the features of the images and videos of a batch."""
-    found = {}
-    for modality, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        if inputs.get(pixels) is not None:
-            grid = f"{modality}_grid_thw"
-            found[modality] = getattr(model.model, f"get_{modality}_features")(inputs[pixels], inputs[grid])
-    return found
-
-
-@contextmanager
-def rows_in_mlps(model: Any) -> Iterator[list[int]]:
-    seen: list[int] = []
-    blocks = model.model.visual.blocks
-    handles = [b.mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[0])) for b in blocks]
-    yield seen
-    for handle in handles:
-        handle.remove()
-
-
-def order_of_windows(height: int, width: int, side: int) -> list[int]:
-    """Return the raster indices of a frame's units, in the order of windows of side x side units."""
-    return [
-        row * width + column
-        for top in range(0, height, side)
-        for left in range(0, width, side)
-        for row in range(top, min(top + side, height))
-        for column in range(left, min(left + side, width))
-    ]
 
 
 @torch.no_grad()
@@ -78,21 +45,17 @@ def naive_tower(model: Any, pixels: Tensor, grid: Tensor, plan: list[int], propo
     tower = model.model.visual
     _, h, w = grid.tolist()
     height, width = h // 2, w // 2
-    start: dict[str, Any] = {}
-
-    def note(module: Any, args: tuple, kwargs: dict) -> None:
-        start.setdefault("x", args[0] if args else kwargs["hidden_states"])
-        start.setdefault("places", kwargs["position_embeddings"])
-
-    handle = tower.blocks[0].register_forward_pre_hook(note, with_kwargs=True)
-    tower(pixels, grid_thw=grid[None])
-    handle.remove()
+    with record_inputs(
+        tower.blocks[0], note=lambda args, kwargs: (get_first_input(args, kwargs), kwargs["position_embeddings"])
+    ) as entered:
+        tower(pixels, grid_thw=grid[None])
+    ((start, rotations),) = entered
     side = tower.window_size // 2 // tower.patch_size if hasattr(tower, "window_size") else max(height, width)
     order = order_of_windows(height, width, side)
     windows = {unit: (unit // width // side, unit % width // side) for unit in order}
     rotate = sys.modules[type(tower).__module__].apply_rotary_pos_emb_vision
-    x = start["x"].view(-1, UNIT, start["x"].shape[-1])  # [units, 4, D] in the order of windows
-    cos, sin = (p.view(len(order), UNIT, -1) for p in start["places"])
+    x = start.view(-1, UNIT, start.shape[-1])  # [units, 4, D] in the order of windows
+    cos, sin = (p.view(len(order), UNIT, -1) for p in rotations)
     groups = [[place] for place in range(len(order))]
     deepstack = []
     for index, (block, r) in enumerate(zip(tower.blocks, plan, strict=True)):
@@ -235,27 +198,14 @@ def test_exact_dymu_keeps_the_budget_of_each_image(family: Family, build) -> Non
 @torch.no_grad()
 def test_mlps_run_on_fewer_units(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
-    with tokenprune.patched(model, "tome", r=3), rows_in_mlps(model) as seen:
+    mlps = [block.mlp for block in model.model.visual.blocks]
+    with tokenprune.patched(model, "tome", r=3), record_inputs(*mlps, note=lambda args, kwargs: len(args[0])) as seen:
         model(**inputs)
         stats = tokenprune.stats(model)
     count = sum(map(sum, inputs.counts))
     assert seen == [UNIT * (count - 9 * block) for block in (1, 2, 3, 4)]
     assert stats.encoder_tokens_per_layer == [UNIT * count, *seen[:-1]]
     assert (stats.visual_tokens_in, stats.visual_tokens_out) == (count, count - 36)
-
-
-@torch.no_grad()
-def test_batch_matches_single_images(family: Family, model) -> None:
-    inputs, start = family.make_inputs(images=(2, 2)), 0
-    with tokenprune.patched(model, "tome", keep=0.4):
-        batch = encode(model, inputs)["image"]
-        for image, grid in enumerate(inputs["image_grid_thw"]):
-            patches = int(grid.prod())
-            pixels = inputs["pixel_values"][start : start + patches]
-            alone = encode(model, {"pixel_values": pixels, "image_grid_thw": grid[None]})["image"]
-            assert torch.equal(get_record(batch).groups[image], get_record(alone).groups[0])
-            close(batch.pooler_output[image], alone.pooler_output[0], 1e-6)
-            start += patches
 
 
 @torch.no_grad()
@@ -277,61 +227,11 @@ def test_frames_merge_separately(family: Family, model) -> None:
 @pytest.mark.parametrize("batch", BATCHES)
 @torch.no_grad()
 def test_generate_and_combined_methods(family: Family, model, batch: str, method: Any) -> None:
-    """Compare with the unpatched model on the same features, with the columns of dropped tokens masked."""
     inputs = family.make_inputs(**BATCHES[batch])
-    with tokenprune.patched(model, method, keep=0.5, record=True):
-        logits, stats = model(**inputs).logits, tokenprune.stats(model)
-        got, tokens, _ = generate_logits(model, inputs, 3)
-        forward_cuts, cuts = stats.cuts, tokenprune.stats(model).cuts
-        outputs = encode(model, inputs)
-    assert cuts[0].site == Site.IN_ENCODER and cuts[0].sources is not None
-    assert stats.visual_tokens_per_layer[0] <= 0.75 * stats.visual_tokens_in
-    length = inputs["input_ids"].shape[1]
-    alive = survivors(forward_cuts[-1], length)
-    with with_features_of(model, outputs):
-        with reduced(family, model, forward_cuts, length):
-            close(logits[alive], model(**inputs).logits[alive])
-        with reduced(family, model, cuts, length):
-            want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
-    close(got, want)
-
-
-@contextmanager
-def with_features_of(model: Any, outputs: dict[str, Any]) -> Iterator[None]:
-    if "video" not in outputs:
-        with with_features(model, outputs["image"]):
-            yield
-        return
-    video = model.model.get_video_features
-
-    def features(pixel_values_videos: Tensor, video_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
-        return copy.copy(outputs["video"])
-
-    model.model.get_video_features = features
-    try:
-        if "image" in outputs:
-            with with_features(model, outputs["image"]):
-                yield
-        else:
-            yield
-    finally:
-        del model.model.get_video_features
-    assert model.model.get_video_features == video
-
-
-@torch.no_grad()
-def test_unpatch_restores_the_model(family: Family, model) -> None:
-    inputs = family.make_inputs()
-    before, was = model(**inputs).logits, snapshot(model)
-    tokenprune.patch(model, "tome", keep=0.5)
-    assert not torch.equal(model(**inputs).logits, before)
-    twin = copy.deepcopy(model)
-    want = model(**inputs).logits
-    assert torch.equal(twin(**inputs).logits, want)
-    tokenprune.unpatch(model)
-    now = {k: v for k, v in snapshot(model).items() if not k.endswith(".rope_deltas")}
-    assert now == {k: v for k, v in was.items() if not k.endswith(".rope_deltas")}
-    assert torch.equal(model(**inputs).logits, before)
+    run = run_patched(model, inputs, method, 0.5)
+    assert run.step_cuts[0].site == Site.IN_ENCODER and run.step_cuts[0].sources is not None
+    assert run.stats.visual_tokens_per_layer[0] <= 0.75 * run.stats.visual_tokens_in
+    check_decoder(family, model, inputs, run)
 
 
 @torch.no_grad()
@@ -343,31 +243,6 @@ def test_unsupported_setups_raise(build) -> None:
         with pytest.raises(BudgetError, match="at most half"):
             model(**inputs)
         assert model(input_ids=inputs["input_ids"].clamp(min=16)).logits.isfinite().all()
-    plain = encode(model, inputs)
-    with (
-        tokenprune.patched(model, "tome", keep=0.5),
-        pytest.raises(UnsupportedSetupError, match="not encoded by the patched model"),
-    ):
-        without = {name: value for name, value in inputs.items() if name != "pixel_values"}
-        model(**without, mm_encoder_outputs=plain)
     model.model.visual.config._attn_implementation_internal = "flash_attention_2"  # loads no weights
     with pytest.raises(UnsupportedSetupError, match="proportional=False"):
         tokenprune.patch(model, "tome", keep=0.5)
-    model.model.visual.config._attn_implementation_internal = "sdpa"
-    model.train()
-    for reentrant in (True, False):
-        model.model.visual.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        with (
-            torch.enable_grad(),
-            tokenprune.patched(model, "tome", keep=0.5),
-            pytest.raises(UnsupportedSetupError, match="checkpointing"),
-        ):
-            model(**inputs)
-
-
-def test_gradients_flow_through_merged_units(family: Family, build) -> None:
-    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
-    with tokenprune.patched(model, "tome", keep=0.5):
-        model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
-    for name, parameter in model.model.visual.blocks.named_parameters():
-        assert parameter.grad.abs().sum() > 0, name

@@ -5,24 +5,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-import tokenprune
-from families import FAMILIES
-from oracle import close
-from tests.unit.tower.test_packed_encoder import order_of_windows
-from tests.unit.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, kept_by, masked, tensors_of, tower_of
-from tokenprune import OptionError
-from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.integrations.shared.towers.parts import build_merge
 from tokenprune.integrations.shared.towers.reducer import TowerRun
 from tokenprune.integrations.shared.towers.units import Units
 from tokenprune.kernels.merging import Merge
+from tokenprune.selection import UnitDropper
 from tokenprune.testing import ConformanceError, check_method
 
 
@@ -78,7 +72,6 @@ def test_rows_of_any_tower_are_dropped_and_merged() -> None:
 
 
 def test_units_are_dropped_at_several_blocks() -> None:
-    """The output of each block is expanded to all patches, with zeros for dropped units."""
     drops = {1: lambda hidden: dropping(True, False, True, True), 2: lambda hidden: dropping(True, True, False)}
     run = TowerRun(Units.from_packed(4, 2, torch.device("cpu")), [None] * 3, drops, [4])
     states, given = [rows(1, 2, 3, 4)], {"cu_seqlens": torch.tensor([0, 8]), "max_seqlen": 8}
@@ -96,100 +89,31 @@ def test_units_are_dropped_at_several_blocks() -> None:
 
 
 @dataclass(frozen=True)
-class Loudest(tokenprune.selection.UnitDropper):
-    """Keep the units with the largest hidden states at the input of block `at` (from the end if negative)."""
+class First(UnitDropper):
+    """Keep the first unit at the input of the first block, whatever the budget."""
 
-    name: ClassVar[str] = "loudest"
+    name: ClassVar[str] = "first"
     sees: ClassVar[str] = "hidden"
     chooses_count: ClassVar[bool] = False
-    at: int = 0
 
     def block(self, depth: int) -> int:
-        return self.at if self.at >= 0 else depth + self.at
+        return 0
 
     def keep_units(self, pixels: Tensor, most: int) -> Tensor:
-        norm = pixels.norm(dim=-1)
-        keep = torch.zeros(norm.numel(), dtype=torch.bool)
-        keep[norm.flatten().topk(most).indices] = True
-        return keep.view_as(norm)
+        keep = torch.zeros(pixels.shape[:3], dtype=torch.bool)
+        keep[0, 0, 0] = True
+        return keep
 
 
 @dataclass(frozen=True)
-class Fewer(Loudest):
-    """Keep one unit, whatever the budget."""
-
-    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
-        return super().keep_units(pixels, 1)
-
-
-@dataclass(frozen=True)
-class Some(Fewer):
+class FirstByContent(First):
     """Declare that the content decides the number of kept units."""
 
     chooses_count: ClassVar[bool] = True
 
 
-@pytest.mark.parametrize(
-    ("name", "at"), [(name, at) for name in DIFFERENT for at in (0, 1, 2, -1) if (name, at) != ("glm4v", 2)]
-)  # it has two blocks
-@torch.no_grad()
-def test_dropped_units_match_tower_masked_from_the_block(name: str, at: int, build) -> None:
-    """A method that selects by hidden states sees the states of its block, in raster order."""
-    family, method = FAMILIES[name], Loudest(at)
-    model, inputs, seen = build(family), drawn(family.make_inputs(images=(2, 1))), []
-    tower, grids = tower_of(model), inputs["image_grid_thw"]
-    layer = method.block(len(tower.blocks))
-    handle = tower.blocks[layer].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    encode(model, inputs)
-    handle.remove()
-    entered = seen[0].view(-1, UNIT, seen[0].shape[-1])[in_rows(tower, grids)].flatten(0, 1)
-    shown = {"pixel_values": entered, "image_grid_thw": grids}
-    kept = kept_by(method, shown, lambda units: round(0.4 * units))["image"]
-    units, left = sum(map(len, kept)), int(torch.cat(kept).sum())
-    with tokenprune.patched(model, method, keep=0.4):
-        got = encode(model, inputs)["image"]
-        out = tower(inputs["pixel_values"], grid_thw=grids, output_hidden_states=True)
-        model(**inputs)
-        assert tokenprune.stats(model).visual_tokens_out == left
-    assert all(map(torch.equal, get_record(got).kept, kept))
-    assert get_record(got).block_tokens == [UNIT * units] * layer + [UNIT * left] * (len(tower.blocks) - layer)
-    last = units if name == "glm4v" else UNIT * units  # GLM returns the output of its convolution
-    assert [len(x) for x in out.hidden_states] == [UNIT * units] * len(tower.blocks) + [last]
-    with masked(tower, grids, kept, layer):
-        want = encode(model, inputs)["image"]
-    for mine, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
-        close(mine[torch.cat(kept)], theirs[torch.cat(kept)])
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-@torch.no_grad()
-def test_keeping_all_units_changes_no_output(name: str, build) -> None:
-    """keep=1.0 does not act. A budget above the size of every image runs the method and is bit-equal."""
-    family = FAMILIES[name]
-    model, inputs = build(family), drawn(family.make_inputs(images=(2, 1)))
-    want = model(**inputs).logits
-    for keep in (1.0, 10**4):
-        with tokenprune.patched(model, Loudest(1), keep=keep):
-            assert torch.equal(model(**inputs).logits, want)
-
-
-def in_rows(tower: Any, grids: Tensor) -> Tensor:
-    """Return the raster index of each unit in the sequence of a tower."""
-    order, start = [], 0
-    for t, h, w in grids.tolist():
-        side = tower.window_size // 2 // tower.patch_size if hasattr(tower, "window_size") else max(h, w)
-        for _ in range(t):
-            order += [start + unit for unit in order_of_windows(h // 2, w // 2, side)]
-            start += h * w // UNIT
-    return torch.tensor(order).argsort()
-
-
-def test_method_inside_the_tower_conforms(build) -> None:
-    check_method(Loudest(1))
-    with pytest.raises(OptionError, match="block 9 is out of range: the vision tower has 4"):
-        tokenprune.patch(build(FAMILIES["qwen2_vl"]), Loudest(9), keep=0.5)
-    assert find_unserved_reason(Loudest(0)) is None and find_unserved_reason(tokenprune.method("pixelprune")) is None
-    check_method(Some())
-    assert "the number of kept tokens depends on the content" in find_unserved_reason(Some())
+def test_number_of_units_is_the_budget_unless_the_content_decides() -> None:
     with pytest.raises(ConformanceError, match=r"keeps 1 of \d+, not (\d+) to \1"):
-        check_method(Fewer())
+        check_method(First())
+    check_method(FirstByContent())
+    assert "the number of kept tokens depends on the content" in find_unserved_reason(FirstByContent())

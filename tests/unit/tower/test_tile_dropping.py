@@ -5,73 +5,27 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 import tokenprune
-from families import FAMILIES as MORE
 from merging_models import layers_of, tower_of
-from oracle import close, reduced, survivors
+from module_calls import record_inputs, replace_outputs
+from only_kept import only_kept
+from oracle import close, reduced
 from tests.unit.methods.test_towerdrop import naive, seen_by
-from tests.unit.tower.test_encoder import with_features
+from tile_towers import NAMES, check_kept_tiles, family_of, squares
 from tokenprune import OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.attachable import change_output
-from tower_attention import attending_by
+from tower_features import check_decoder, encode, run_patched
 from zoo import FAMILIES
 
 SCORES = ("diverse", "change", "norm")
-# A class token and a token per patch; neither; both and squares; squares.
-NAMES = ("llava", "paligemma", "internvl", "gemma3", "smolvlm")
 KEEP = 0.4
-
-
-def family_of(name: str) -> Any:
-    return MORE.get(name) or FAMILIES[name]
-
-
-def encode(model: Any, inputs: Any) -> Any:
-    given = {name: inputs[name] for name in ("pixel_values", "pixel_attention_mask") if name in inputs}
-    return model.model.get_image_features(**given)
-
-
-def squares(model: Any, patches: int) -> list[list[int]]:
-    """Return the patches of each unit, counted from the first patch."""
-    adapter = get_adapter(model)
-    side, height = adapter.family.get_unit_side(adapter.config), math.isqrt(patches)
-    return [
-        [(side * row + r) * height + side * column + c for r in range(side) for c in range(side)]
-        for row in range(height // side)
-        for column in range(height // side)
-    ]
-
-
-@contextmanager
-def masked(model: Any, seen: Tensor, first: int, real: Tensor | None = None) -> Iterator[None]:
-    """Mask tokens in the tower within the context.
-
-    Args:
-        seen: Mask of the visible tokens from the block at `first` on, shape (tiles, tokens), bool.
-        real: Mask of the visible tokens before that block. None for all tokens.
-    """
-    real = torch.ones_like(seen) if real is None else real
-    before = {id(module) for block in layers_of(tower_of(model))[:first] for module in block.modules()}
-
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        allowed = (real if id(module) in before else seen)[:, None, None]
-        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        logits = (query @ key.transpose(2, 3) * scale).masked_fill(~allowed, -torch.inf)
-        return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
-
-    configs = {id(m.config): m.config for m in tower_of(model).modules() if hasattr(m, "config")}.values()
-    with attending_by(attention, configs):
-        yield
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -80,12 +34,9 @@ def masked(model: Any, seen: Tensor, first: int, real: Tensor | None = None) -> 
 def test_tower_matches_tower_masked_from_each_block(name: str, score: str, build) -> None:
     family = family_of(name)
     model = build(family)
-    inputs, entered = family.make_inputs(images=(2, 1)), []
-    blocks = layers_of(tower_of(model))
-    handles = [block.register_forward_pre_hook(lambda m, args: entered.append(args[0])) for block in blocks]
-    encode(model, inputs)
-    for handle in handles:
-        handle.remove()
+    inputs, blocks = family.make_inputs(images=(2, 1)), layers_of(tower_of(model))
+    with record_inputs(*blocks) as entered:
+        encode(model, inputs)
     ahead = entered[0].shape[1] % 2
     units = squares(model, entered[0].shape[1] - ahead)
     side, most = math.isqrt(len(units)), round(KEEP * len(units))
@@ -95,43 +46,21 @@ def test_tower_matches_tower_masked_from_each_block(name: str, score: str, build
         shown = seen_by(score, states, layer).view(len(entered[0]), side, side, -1)
         kept = torch.cat([naive(score, one[None], most) for one in shown]).flatten(1)
         with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=layer, score=score, guard="off"):
-            got = encode(model, inputs)
+            got = encode(model, inputs)["image"]
         left = len(kept) * (ahead + most * len(units[0]))
         assert get_record(got).block_tokens == [entered[0][..., 0].numel()] * layer + [left] * (len(blocks) - layer)
-        assert torch.equal(torch.cat([g[-len(units) :] for g in get_record(got).groups]).view_as(kept) >= 0, kept)
-        columns = torch.zeros(len(kept), entered[0].shape[1] - ahead, dtype=torch.bool)
-        columns[:, torch.tensor(units).flatten()] = kept.repeat_interleave(len(units[0]), dim=1)
-        with masked(model, torch.cat([columns.new_ones(len(kept), ahead), columns], dim=1), layer):
-            want = encode(model, inputs)
-        mine, theirs = (torch.cat(list(one.pooler_output)).flatten(0, -2).view(*kept.shape, -1) for one in (got, want))
-        close(mine[kept], theirs[kept])
+        check_kept_tiles(model, inputs, got, kept, units, entered[0].shape[1], layer)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "lfm2_vl"])
 @torch.no_grad()
 def test_decoder_matches_masked_decoder(name: str, build) -> None:
     family = family_of(name)
     model, inputs = build(family), family.make_inputs(images=(2, 1))
-    with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, record=True, guard="off"):
-        got, stats = model(**inputs).logits, tokenprune.stats(model)
-        output = encode(model, inputs)
-    (cut,) = stats.cuts
+    run = run_patched(model, inputs, "towerdrop", KEEP, steps=0, layer=1, guard="off")
+    (cut,) = run.stats.cuts
     assert (cut.site, cut.method, cut.sources) == (Site.IN_ENCODER, "towerdrop", None)
-    length = inputs["input_ids"].shape[1]
-    alive = survivors(cut, length)
-    with with_features(model, output), reduced(family, model, stats.cuts, length):
-        close(got[alive], model(**inputs).logits[alive])
-
-
-@pytest.mark.parametrize("name", NAMES)
-@torch.no_grad()
-def test_keeping_all_is_bit_equal(name: str, build) -> None:
-    family = family_of(name)
-    model, inputs = build(family), family.make_inputs(images=(2, 1))
-    want = model(**inputs).logits
-    for keep in (1.0, 10**4):
-        with tokenprune.patched(model, "towerdrop", keep=keep, layer=1, guard="off"):
-            assert torch.equal(model(**inputs).logits, want)
+    check_decoder(family, model, inputs, run, only_kept if name == "lfm2_vl" else reduced)
 
 
 def test_unsupported_setups_raise(build) -> None:
@@ -169,20 +98,15 @@ def test_restored_units_match_loop_over_tiles(name: str, stabilise: int, build) 
     """Use the unpatched blocks per tile. While all units attend, the MLP's output for dropped units is not used."""
     family = family_of(name)
     model = copy.deepcopy(build(family))
-    inputs, seen = family.make_inputs(images=(2, 1)), []
-    blocks = layers_of(tower_of(model))
+    inputs, blocks = family.make_inputs(images=(2, 1)), layers_of(tower_of(model))
     encoder = tower_of(model).encoder
     while len(blocks) < 4:
         (encoder.layer if hasattr(encoder, "layer") else encoder.layers).append(copy.deepcopy(blocks[0]))
         blocks = layers_of(tower_of(model))
     read = len(blocks) - (name == "llava")
-    handles = [
-        block.register_forward_pre_hook(lambda m, *given: seen.append(given), with_kwargs=True) for block in blocks
-    ]
-    encode(model, inputs)
-    for handle in handles:
-        handle.remove()
-    entered = [args[0] for args, _ in seen]
+    with record_inputs(*blocks, note=lambda args, kwargs: (args, kwargs)) as calls:
+        encode(model, inputs)
+    entered = [args[0] for args, _ in calls]
     ahead, (tiles, count) = entered[0].shape[1] % 2, entered[0].shape[:2]
     units = squares(model, count - ahead)
     most = max(1, round(KEEP * len(units)))
@@ -196,26 +120,22 @@ def test_restored_units_match_loop_over_tiles(name: str, stabilise: int, build) 
     for index, block in enumerate(blocks[1:], start=1):
         for tile, h in enumerate(entered[1]):
             attended = full[tile] if index < min(1 + stabilise, read) else full[tile][stays[tile]]
-            y = block(attended[None], *seen[index][0][1:], **seen[index][1])
+            y = block(attended[None], *calls[index][0][1:], **calls[index][1])
             y = (y[0] if isinstance(y, tuple) else y)[0]
             full[tile] = restored(y if len(y) < count else y[stays[tile]], h, stays[tile], 3)
         states.append(torch.stack(full))
         if index == read - 1:
             break
     with tokenprune.patched(model, "ipcv", keep=KEEP, layer=1, stabilise=stabilise, neighbours=3, guard="off"):
-        got = encode(model, inputs)
+        got = encode(model, inputs)["image"]
         model(**inputs)
         stats = tokenprune.stats(model)
     whole, left = tiles * count, int(stays.sum())
     assert left < whole and stats.visual_tokens_out == stats.visual_tokens_in and stats.cuts == []
     given = [whole if index < 1 + stabilise or index >= read else left for index in range(len(blocks))]
     assert get_record(got).block_tokens == given == stats.encoder_tokens_per_layer
-    handles = [
-        block.register_forward_hook(lambda m, args, out, x=x: change_output(lambda _: x, out), prepend=True)
-        for block, x in zip(blocks[1:], states, strict=False)
-    ]
-    want = encode(model, inputs)
-    for handle in handles:
-        handle.remove()
+    pairs = zip(blocks[1:], states, strict=False)
+    with replace_outputs({block: partial(change_output, lambda _, x=x: x) for block, x in pairs}):
+        want = encode(model, inputs)["image"]
     for mine, theirs in zip(got.pooler_output, want.pooler_output, strict=True):
         close(mine, theirs)

@@ -13,6 +13,7 @@ from torch import Tensor
 import tokenprune
 from basics import pieces
 from merging_models import blocks_of, image_arguments, tower_of
+from naive_towers import InputImage
 from oracle import close
 from tests.unit.methods.test_tome import naive
 from tokenprune import Budget, BudgetError
@@ -93,37 +94,20 @@ def naive_tower(
     Returns:
         Features of all tokens after the last block that the model reads, and the groups of patches.
     """
-    x = tower.embeddings(pixels[None])
-    classes = int(hasattr(tower, "pre_layrnorm"))
-    x = (tower.pre_layrnorm(x) if classes else x)[0]
-    method = tokenprune.method("tome")
+    image = InputImage(tower, pixels)
+    classes, method = image.protected, tokenprune.method("tome")
     plans = [
         method.schedule(Budget(keep=wanted), Tower(len(patches) + classes, classes, 3, read))
         for patches, wanted in parts
     ]
-    groups = [[i] for i in range(len(x))]
     for index, block in enumerate(blocks_of(tower)[:read]):
-        at = block.self_attn
-        h = block.layer_norm1(x)
-        q, k, v = (
-            p(h).view(len(x), at.num_heads, at.head_dim).transpose(0, 1) for p in (at.q_proj, at.k_proj, at.v_proj)
-        )
-        weight = torch.tensor([float(len(group)) for group in groups])
-        logits = q @ k.transpose(1, 2) * at.head_dim**-0.5 + weight.log()
-        x = x + at.out_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
-        joined = [[i] for i in range(classes)]
+        keys, joined = image.attend(block), [[i] for i in range(classes)]
         for (patches, _), plan in zip(parts, plans, strict=True):
-            mine = [i for i, group in enumerate(groups) if group[0] - classes in patches]
-            members, _ = naive(k.mean(0)[[*range(classes), *mine]], plan[index], classes)
+            mine = [i for i, group in enumerate(image.groups) if group[0] - classes in patches]
+            members, _ = naive(keys[[*range(classes), *mine]], plan[index], classes)
             joined += [[mine[i - classes] for i in group] for group in members if group[0] >= classes]
-        joined.sort()  # kept units keep their order
-        x = torch.stack([(x[m] * weight[m, None]).sum(0) / weight[m].sum() for m in joined])
-        groups = [[i for member in members for i in groups[member]] for members in joined]
-        x = x + block.mlp(block.layer_norm2(x))
-    grid = torch.empty(classes + 16, x.shape[1])
-    for feature, group in zip(x, groups, strict=True):
-        grid[group] = feature
-    return grid, groups[classes:]
+        image.finish(block, sorted(joined))  # kept units keep their order
+    return image.grid(), image.groups[classes:]
 
 
 def test_budget_below_one_patch_per_tile_raises(build) -> None:

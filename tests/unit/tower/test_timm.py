@@ -14,6 +14,7 @@ from torch import Tensor
 import tokenprune
 from basics import snapshot
 from each import each
+from module_calls import record_inputs
 from tests.unit.methods.test_tome import naive
 from tokenprune import BudgetError, OptionError, UnsupportedModelError, UnsupportedSetupError
 
@@ -114,13 +115,10 @@ def test_patch_and_unpatch(kind: str) -> None:
 
 @torch.no_grad()
 def test_mlps_run_on_fewer_tokens() -> None:
-    model, seen = build("class token"), []
-    handles = [b.mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1])) for b in model.blocks]
-    with tokenprune.patched(model, "tome", r=(4, -1)):
+    model = build("class token")
+    with tokenprune.patched(model, "tome", r=(4, -1)), record_inputs(*(block.mlp for block in model.blocks)) as states:
         model(images())
-    assert seen == [29, 24, 22, 22]
-    for handle in handles:
-        handle.remove()
+    assert [x.shape[1] for x in states] == [29, 24, 22, 22]
 
 
 def test_deep_copy_and_training() -> None:
@@ -156,7 +154,6 @@ def test_unsupported_setups_raise() -> None:
 
 @torch.no_grad()
 def test_dropping_in_models_with_a_class_token() -> None:
-    """A batch matches its single images, also with a threshold."""
     model, x = build("class token"), images()
     for options in ({"layer": 1}, {"layer": 1, "threshold": 0.5, "partners": 1}):
         with tokenprune.patched(model, "saint", keep=0.4, **options):

@@ -6,7 +6,6 @@ Covers towers with and without a class token, Qwen's windows and merge groups, s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,13 @@ import tokenprune
 from basics import snapshot
 from each import each
 from families import FAMILIES as EVERY_FAMILY
+from module_calls import record_inputs
 from oracle import close
-from tests.unit.tower.test_encoder_attention import BLOCKS, CLASS_TOKEN, attentions_of, made_of, projector_of, tower_of
+from tests.unit.tower.test_encoder_attention import BLOCKS
 from tokenprune import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.settings.parse import check_method as check_served
 from tokenprune.methods import registry
+from tower_values import CLASS_TOKEN, attentions_of, run_tower
 from zoo import FAMILIES, Family
 
 # Families with known towers. For other families methods raise.
@@ -63,57 +64,22 @@ def reader(needs: tuple[str, ...], read: Any, layers: tuple = (-1,)) -> list[Any
     return seen
 
 
-@torch.no_grad()
 def naive(family: Family, model: Any, inputs: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """Return keys, queries, received attention and features of an unpatched eager model, shape (tokens, channels).
 
     Values are means over the patches of each placeholder in reading order, and 0 for newlines.
     """
-    attention = attentions_of(model)[block]
-    module = sys.modules[type(attention).__module__]
-    original = module.eager_attention_forward
-    calls, gets, makes, towers, embeds = [], [], [], [], []
-
-    def record(which: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        output, weights = original(which, query, key, *args, **kwargs)
-        if which is attention:
-            calls.append((query, key, weights))
-        return output, weights
-
-    handles = [
-        projector_of(model).register_forward_pre_hook(lambda m, args: gets.append(args[0])),
-        projector_of(model).register_forward_hook(lambda m, args, out: makes.append(out)),
-        tower_of(model).register_forward_hook(lambda m, args, out: towers.append(out)),
-        model.get_submodule(family.decoder).layers[0].register_forward_pre_hook(lambda m, args: embeds.append(args[0])),
-    ]
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "eager_attention_forward", record)
-        model(**inputs)
-    for handle in handles:
-        handle.remove()
-    first = int(family.name in CLASS_TOKEN)
+    run, first = run_tower(family, model, inputs, monkeypatch), int(family.name in CLASS_TOKEN)
     # InternVL shuffles patches before its projector.
-    features = [out.last_hidden_state[:, first:] for out in towers] if family.name == "internvl" else gets
+    features = [out.last_hidden_state[:, first:] for out in run.outputs] if family.name == "internvl" else None
     patches = {
-        "encoder_queries": [q[:, :, first:].transpose(1, 2).flatten(2) for q, _, _ in calls],
-        "encoder_keys": [k[:, :, first:].transpose(1, 2).flatten(2) for _, k, _ in calls],
+        "encoder_queries": [q[:, :, first:].transpose(1, 2).flatten(2) for q, _, _, _ in run.calls[block]],
+        "encoder_keys": [k[:, :, first:].transpose(1, 2).flatten(2) for _, k, _, _ in run.calls[block]],
         # All rows count, including the row of the class token. Its column is left out.
-        "encoder_received_attention": [w.mean(2)[..., first:].transpose(1, 2) for _, _, w in calls],
-        "encoder_features": [one if one.ndim == 3 else one[None] for one in features],
+        "encoder_received_attention": [w.mean(2)[..., first:].transpose(1, 2) for *_, w in run.calls[block]],
+        "encoder_features": [x if x.ndim == 3 else x[None] for x in features or run.projector_inputs],
     }
-    candidates = list(made_of(family, model, makes))
-    vectors = torch.stack([vector for vector, _, _ in candidates])
-    visual = embeds[0][family.visual_mask(model, inputs)]
-    distance, found = torch.cdist(visual, vectors, compute_mode="donot_use_mm_for_euclid_dist").min(1)
-    own = [
-        candidates[place][2] if gap < 1e-4 else None
-        for gap, place in zip(distance.tolist(), found.tolist(), strict=True)
-    ]
-    flat = {name: torch.cat([one.flatten(0, 1) for one in pieces]) for name, pieces in patches.items()}
-    return {
-        name: torch.stack([values[0] * 0 if of is None else values[of].mean(0) for of in own])
-        for name, values in flat.items()
-    }
+    return {name: run.average(torch.cat([x.flatten(0, 1) for x in parts])) for name, parts in patches.items()}
 
 
 def check(seen: list[Any], family: Family, model: Any, inputs: Any, want: dict[str, Tensor], layer: Any) -> None:
@@ -236,11 +202,8 @@ def test_features_of_a_tower_that_merges_patches(name: str, batch: dict[str, Any
     """The output of GLM-4V's tower has one row per visual token, the scores of its blocks one row per patch."""
     family = EVERY_FAMILY[name]
     model, inputs = build(family), family.make_inputs(**batch)
-    merged: list[Tensor] = []
-    merger = model.model.visual.merger
-    handle = merger.register_forward_pre_hook(lambda module, args: merged.append(args[0].flatten(0, -2)))
-    model(**inputs)
-    handle.remove()
+    with record_inputs(model.model.visual.merger, note=lambda args, kwargs: args[0].flatten(0, -2)) as merged:
+        model(**inputs)
     features = torch.cat(merged)
     for needs in (NEEDS, ("encoder_features",)):
         seen = reader(needs, lambda tokens, needs=needs: {need: getattr(tokens, need) for need in needs})

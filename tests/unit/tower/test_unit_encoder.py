@@ -16,14 +16,15 @@ import tokenprune
 from each import each
 from families import FAMILIES as ALL
 from merging_models import UNITS, layers_of, tower_of
-from oracle import close, generate_logits, reduced, survivors
+from module_calls import record_inputs
+from oracle import close
 from tests.unit.methods.test_dymu import naive_match
 from tests.unit.methods.test_tome import naive
-from tests.unit.tower.test_encoder import with_features
 from tokenprune import BudgetError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.towers.squares import Squares
 from tokenprune_bench.calibration import calibrate
+from tower_features import check_decoder, run_patched
 from zoo import FAMILIES, Family
 
 SIDE = 2  # patches on a side of a unit, in all test models
@@ -187,68 +188,33 @@ def test_mlps_run_on_fewer_units_and_counts_are_exact(family: Family, model) -> 
     inputs = family.make_inputs(images=(2, 1))
     count, classes = sum(map(sum, inputs.counts)), int(family.name == "internvl")
     for keep, left in ((0.5, 8), (0.3, 5), (7, 7), (1.0, 16), (16, 16), (1000, 16)):
-        seen: list[int] = []
-        handles = [
-            block.mlp.register_forward_hook(lambda m, args, out, seen=seen: seen.append(args[0].shape[1]))
-            for block in layers_of(tower_of(model))
-        ]
-        with tokenprune.patched(model, "tome", keep=keep):
+        mlps = [block.mlp for block in layers_of(tower_of(model))]
+        with (
+            tokenprune.patched(model, "tome", keep=keep),
+            record_inputs(*mlps, note=lambda args, kwargs: args[0].shape[1]) as seen,
+        ):
             model(**inputs)
             stats = tokenprune.stats(model)
-        for handle in handles:
-            handle.remove()
         assert (stats.visual_tokens_in, stats.visual_tokens_out) == (count, count // 16 * left)
         assert seen[-1] == 4 * left + classes
         if keep != 1.0:
             assert stats.encoder_tokens_per_layer == [count // 16 * n for n in (64 + classes, *seen[:-1])]
 
 
-@torch.no_grad()
-def test_keep_one_matches_unpatched(family: Family, model) -> None:
-    inputs = family.make_inputs(images=(2, 1))
-    want = model(**inputs).logits
-    for keep in (1.0, 16):
-        with tokenprune.patched(model, "tome", keep=keep):
-            assert torch.equal(model(**inputs).logits, want)
-
-
-@torch.no_grad()
-def test_batch_matches_single_tiles(family: Family, model) -> None:
-    pixels = tiles(3)
-    with tokenprune.patched(model, "tome", keep=0.4):
-        batch = encode(model, pixels)
-        for row in range(3):
-            alone = encode(model, pixels[row : row + 1])
-            assert torch.equal(get_record(batch).groups[row], get_record(alone).groups[0])
-            close(batch.pooler_output[row], alone.pooler_output[0], 1e-6)
-
-
 @pytest.mark.parametrize("method", ["tome", ["tome", "fastv"]])
 @pytest.mark.parametrize("batch", BATCHES)
 @torch.no_grad()
 def test_generate_and_combined_methods(family: Family, model, batch: str, method: Any) -> None:
-    """Compare with the unpatched model on the same features, with the columns of dropped tokens masked."""
     inputs = family.make_inputs(**BATCHES[batch])
-    with tokenprune.patched(model, method, keep=0.5, record=True):
-        logits, stats = model(**inputs).logits, tokenprune.stats(model)
-        got, tokens, _ = generate_logits(model, inputs, 3)
-        forward_cuts, cuts = stats.cuts, tokenprune.stats(model).cuts
-        arguments = {name: inputs[name] for name in ("pixel_values", "pixel_attention_mask") if name in inputs}
-        output = model.model.get_image_features(**arguments)
-    assert cuts[0].site == Site.IN_ENCODER
+    run = run_patched(model, inputs, method, 0.5)
+    cut, stats = run.step_cuts[0], run.stats
+    assert cut.site == Site.IN_ENCODER
     # The first index of each group of bit-equal features, with the other indices as its sources.
-    sizes = sorted(len(sources) for row in cuts[0].sources for sources in row.values())
-    features = output.pooler_output.flatten(0, 1)
-    alike = sorted(features.unique(dim=0, return_counts=True)[1].tolist())
-    assert sizes == alike and len(alike) == stats.visual_tokens_per_layer[0] == stats.visual_tokens_in // 2
-    length = inputs["input_ids"].shape[1]
-    alive = survivors(forward_cuts[-1], length)
-    with with_features(model, output):
-        with reduced(family, model, forward_cuts, length):
-            close(logits[alive], model(**inputs).logits[alive])
-        with reduced(family, model, cuts, length):
-            want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
-    close(got, want)
+    sizes = sorted(len(sources) for row in cut.sources for sources in row.values())
+    features = run.outputs["image"].pooler_output.flatten(0, 1)
+    counts = sorted(features.unique(dim=0, return_counts=True)[1].tolist())
+    assert sizes == counts and len(counts) == stats.visual_tokens_per_layer[0] == stats.visual_tokens_in // 2
+    check_decoder(family, model, inputs, run)
 
 
 @each("name", "paligemma aya_vision cohere2_vision qianfan_ocr qwen3_vl_moe qwen3_5".split())
@@ -258,21 +224,14 @@ def test_same_tower_in_other_families(name: str) -> None:
     family = ALL[name]
     model, inputs = family.build(), family.make_inputs(images=(2, 1))
     before = model(**inputs).logits
-    tokenprune.patch(model, "tome", keep=0.5, record=True)
-    logits, stats = model(**inputs).logits, tokenprune.stats(model)
-    packed = [inputs["image_grid_thw"]] if "image_grid_thw" in inputs else []
-    output = model.model.get_image_features(inputs["pixel_values"], *packed)
-    tokenprune.unpatch(model)
-    tiles = list(output.pooler_output)
-    alike = sorted(n for tile in tiles for n in tile.unique(dim=0, return_counts=True)[1].tolist())
-    (cut,) = stats.cuts
-    assert sorted(len(sources) for row in cut.sources for sources in row.values()) == alike
-    assert stats.visual_tokens_out == len(alike) == sum(round(0.5 * len(tile)) for tile in tiles)
-    length = inputs["input_ids"].shape[1]
-    alive = survivors(cut, length)
+    run = run_patched(model, inputs, "tome", 0.5, steps=0)
+    tiles = list(run.outputs["image"].pooler_output)
+    counts = sorted(n for tile in tiles for n in tile.unique(dim=0, return_counts=True)[1].tolist())
+    (cut,) = run.stats.cuts
+    assert sorted(len(sources) for row in cut.sources for sources in row.values()) == counts
+    assert run.stats.visual_tokens_out == len(counts) == sum(round(0.5 * len(tile)) for tile in tiles)
     if name != "qwen3_5":  # its stateful layers cannot skip masked tokens
-        with with_features(model, output), reduced(family, model, stats.cuts, length):
-            close(logits[alive], model(**inputs).logits[alive])
+        check_decoder(family, model, inputs, run)
     assert torch.equal(model(**inputs).logits, before)
 
 
@@ -324,15 +283,6 @@ def test_squares_of_a_grid() -> None:
     for tokens in (2 + 35, 2 + 25, 2, 0):
         with pytest.raises(UnsupportedSetupError, match="not a square grid"):
             units.count_units(tokens)
-
-
-def test_gradients_flow_through_merged_units(family: Family, build) -> None:
-    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
-    with tokenprune.patched(model, "tome", keep=0.5):
-        model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
-    for name, parameter in tower_of(model).named_parameters():
-        if ".mlp." in name or "lambda" in name:
-            assert parameter.grad.abs().sum() > 0, name
 
 
 @torch.no_grad()

@@ -93,24 +93,20 @@ def test_bad_drops_are_refused(text: str) -> None:
 
 
 def test_bad_promises_are_refused() -> None:
-    for bad in (
-        {"max_drop": 0},
-        {"max_kind_drop": 1.5},
-        {"confidence": 1.0},
-        {"confidence": 0.2},
-        {"target_ttft": "2"},
+    for name, bad in (
+        ("max_drop", 0),
+        ("max_kind_drop", 1.5),
+        ("confidence", 1.0),
+        ("confidence", 0.2),
+        ("target_ttft", "2"),
     ):
         with pytest.raises(OptionError):
-            Promise(**bad)
+            Promise(**{name: bad})
     assert Promise(target_ttft="0.5x").is_reached({"ttft_ratio": {"p50": 0.5}})
     assert not Promise(target_ttft="0.5x").is_reached({"ttft_ratio": {"p50": 0.51}})
     assert Promise(target_ttft="120ms").is_reached({"ttft_ms": {"p50": 119.0}})
-    assert [format_points(share) for share in (0.01, 0.015, 0.1, 0.0233)] == [
-        "1 point",
-        "1.5 points",
-        "10 points",
-        "2.33 points",
-    ]
+    points = [format_points(share) for share in (0.01, 0.015, 0.1, 0.0233)]
+    assert points == ["1 point", "1.5 points", "10 points", "2.33 points"]
 
 
 def test_too_few_questions_are_said_before_any_work() -> None:

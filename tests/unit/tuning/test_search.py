@@ -316,9 +316,5 @@ def test_the_sequence_goes_from_the_safest_to_the_cheapest() -> None:
     steps = [Estimate(0.1 + 0.2 * place, 0.9 - 0.2 * place) for place in range(4)]
     assert select_tests(steps, 1) == [0] and len(select_tests(steps, 3)) == 3
     assert select_tests([Estimate(0.2, 0.9), Estimate(0.21, 0.3), Estimate(0.9, 0.29)], 3) == [0, 2]
-    assert rank_by_safety([Estimate(0.5, 0.7), Estimate(0.1, 0.7), Estimate(0.9, 0.8), Estimate(-0.1, 0.9)]) == [
-        2,
-        1,
-        0,
-        3,
-    ]
+    order = rank_by_safety([Estimate(0.5, 0.7), Estimate(0.1, 0.7), Estimate(0.9, 0.8), Estimate(-0.1, 0.9)])
+    assert order == [2, 1, 0, 3]

@@ -78,12 +78,8 @@ def test_stacks_are_made_of_the_fronts_of_two_sites_and_more() -> None:
     down, div, dart, pool = settings
     right = np.zeros(100)
     wrong = np.concatenate([np.ones(10), np.zeros(90)])
-    alone = [
-        StackPart(down, right, 0.5),
-        StackPart(div, right, 0.6),
-        StackPart(pool, wrong, 0.7),
-        StackPart(dart, wrong, 0.5),
-    ]
+    alone = [StackPart(down, right, 0.5), StackPart(div, right, 0.6)]
+    alone += [StackPart(pool, wrong, 0.7), StackPart(dart, wrong, 0.5)]
     assert find_sites(settings) == {Site.PRE_ENCODER, Site.PRE_LLM, Site.IN_LLM}
 
     def estimate(drops: np.ndarray, saving: float) -> Estimate:
@@ -129,21 +125,9 @@ def test_what_cannot_win_is_not_asked() -> None:
 
 
 def test_what_lost_something_rules_nothing_out() -> None:
-    cheap = SimpleNamespace(
-        candidate=candidates({"pool 0.2": (0, 0)}),
-        search=32,
-        state="",
-        drop=0.01,
-        get_expected_share=lambda name: 0.2,
-    )
-    trial = SimpleNamespace(
-        candidate=candidates({"pool 0.5": (0, 0)}),
-        search=0,
-        state="",
-        drop=None,
-        get_expected_share=lambda name: 0.5,
-    )
-    (cheap.candidate,), (trial.candidate,) = cheap.candidate, trial.candidate
+    first, second = candidates({"pool 0.2": (0, 0), "pool 0.5": (0, 0)})
+    cheap = SimpleNamespace(candidate=first, search=32, state="", drop=0.01, get_expected_share=lambda name: 0.2)
+    trial = SimpleNamespace(candidate=second, search=0, state="", drop=None, get_expected_share=lambda name: 0.5)
     mild = SimpleNamespace(**vars(trial) | {"get_expected_share": lambda name: 0.9})
     assert explain_skip(trial, [cheap, trial, mild], "flops", 1) is None
     cheap.drop = 0.0

@@ -89,7 +89,6 @@ def test_the_panel_remembers_and_goes_on(subject: Model, tmp_path: Path, monkeyp
 
 
 def test_processes_share_the_work_and_agree(subject: Model, tmp_path: Path) -> None:
-    """Each asks its part of the batches; times are those of the first process."""
     questions, candidates = load_heldout(limit=5), build_grid(["pool", "uniform"], [0.5])
     alone = Tuner(
         Evaluator(subject, questions, batch_size=4), candidates, Promise(0.4), objective="kv", repeats=1

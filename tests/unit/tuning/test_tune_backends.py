@@ -43,11 +43,8 @@ def test_an_engine_is_tuned() -> None:
     engine = MadeUp()
     found, panel = tune(engine)
     assert found.choice.candidate.to_json() == {"method": "uniform", "keep": 0.25}
-    assert [trial.state for trial in found.trials] == [
-        "skipped: dart cannot be served",
-        "keeps the promise",
-        "chosen",
-    ]
+    states = [trial.state for trial in found.trials]
+    assert states == ["skipped: dart cannot be served", "keeps the promise", "chosen"]
     assert found.choice.cost["keep_ratio"] == 0.25 and found.choice.timing["ttft_ratio"]["p50"] == 0.5
     assert found.choice.cost["kv_bytes"] < found.choice.cost["kv_bytes_full"]
     settings = [setting for _, setting in engine.asked]
@@ -81,34 +78,14 @@ def test_a_model_whose_sizes_are_not_at_hand_is_refused() -> None:
 
 
 def command(*arguments: str) -> Result:
-    fixed = [
-        "tune",
-        "--methods",
-        "uniform",
-        "--keep",
-        "0.25",
-        "--limit",
-        "40",
-        "--max-drop",
-        "40%",
-        "--objective",
-        "kv",
-    ]
-    return CliRunner(env={"COLUMNS": "300"}).invoke(app, [*fixed, *arguments])
+    fixed = "tune --methods uniform --keep 0.25 --limit 40 --max-drop 40% --objective kv"
+    return CliRunner(env={"COLUMNS": "300"}).invoke(app, [*fixed.split(), *arguments])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--backend tgi", "'tgi' is none of hf, vllm"),
-        ("--server http://localhost:1", "--server goes with --backend vllm"),
-        ("--backend vllm --device cpu", "--device is no option of vLLM: use --engine-args"),
-        ("--backend vllm --engine-args []", "takes an object"),
-    ],
-)
-def test_options_that_do_not_go_together(arguments: str, says: str) -> None:
-    result = command(*arguments.split())
-    assert result.exit_code == 2 and says in result.stderr
+def test_options_that_do_not_go_together_are_refused() -> None:
+    """With the checks of `bench`, see test_bench_engines.py."""
+    result = command("--server", "http://localhost:1")
+    assert result.exit_code == 2 and "--server goes with --backend vllm" in result.stderr
 
 
 def test_a_server_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,6 @@ def test_questions_are_drawn_like_those_held_out(script: Any) -> None:
 
 
 def test_what_was_promised_is_held_against_what_was_measured(script: Any, tmp_path: Path) -> None:
-    """Two processes; one promise is kept, one is not, one seed found nothing, and one is not measured yet."""
     good, bad, later = ({"method": "pool", "keep": keep} for keep in (0.5, 0.25, 0.1))
 
     def tuned(seed: int, setting: Any) -> dict[str, Any]:

@@ -56,7 +56,6 @@ def setting(keep: Any, method: str = "divprune", **more: Any) -> Setting:
 @each("keep", KEEPS)
 @each("method", ["divprune", "pool"])
 def test_an_image_keeps_what_the_budget_says(keep: dict[str, Any], method: str) -> None:
-    """As many as on the Hugging Face side, for each number of images; and the newest what it keeps alone."""
     made, budget = setting(keep, method), Budget.from_json(keep)
     assert made.budget.ages == budget.ages and not made.keeps_all_tokens
     for counts in ([36], [36, 7, 100], [1, 2, 3, 4, 5, 64, 64, 30]):
@@ -80,11 +79,7 @@ def test_an_image_at_its_age_is_what_another_setting_says() -> None:
     assert tiers_of(shares)[1] == served(DivPrune(), 0.6, bounds=(0.5,))  # 1 token more or less than 0.3
     keys = [str(get_cache_key(one)) for made in (whole, shares, setting(KEEPS[1])) for one in tiers_of(made)]
     assert len(set(keys)) == len(keys)
-    assert [get_label(one) for one in tiers_of(whole)] == [
-        ("divprune", "1"),
-        ("divprune", "0.5"),
-        ("divprune", "tokens"),
-    ]
+    assert [get_label(tier) for tier in tiers_of(whole)] == [("divprune", keep) for keep in ("1", "0.5", "tokens")]
     assert tiers_of(shares)[1].joint_keep == 0.3 and tiers_of(setting(KEEPS[2]))[1].joint_keep == 15
 
 
@@ -127,6 +122,7 @@ def test_limits_hold_for_the_oldest_image() -> None:
         ({"method": "dart", "experimental_in_llm": True}, "dart does not make a single cut before"),
         ({"method": "tome"}, "tome does not make a single cut before the language model"),
         ({"method": "dynres"}, "dynres does not make a single cut before the language model"),
+        ({"keep": {"keep": 0.5, "age": [[1, 0.5]]}}, "starts with"),
         ({"method": "cdpruner"}, "cdpruner reads the question"),
         ({"method": "evs"}, "evs does not prune images"),
         ({"per": "frame"}, 'and per="image"'),
@@ -136,10 +132,7 @@ def test_limits_hold_for_the_oldest_image() -> None:
         ({"keep": {"keep": 0.5, "age": [[0, 1.0], [1, 1.5]]}}, "must end with a share"),
         ({"keep": {"keep": 0.5, "age": "old"}}, "must be pairs"),
         ({"keep": {"age": AGE}}, "must be a number"),
-        (
-            {"keep": 0.5, "age": AGE, "step": 2},
-            'age and step are part of keep. .*"keep": {"keep": 1.0, "age"',
-        ),
+        ({"keep": 0.5, "age": AGE, "step": 2}, 'age and step are part of keep. .*"keep": {"keep": 1.0, "age"'),
     ],
 )
 def test_what_has_no_age_is_refused(given: dict[str, Any], says: str) -> None:

@@ -109,11 +109,9 @@ def test_a_bad_rule_stops_the_server(given: Any, says: str) -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_a_rule_is_of_the_whole_server_and_of_no_request() -> None:
+def test_a_rule_is_of_the_whole_server() -> None:
     with pytest.raises(OptionError, match="profile 'a': callers applies to the whole server"):
         offer(profiles={"a": {"keep": 0.5, "callers": {"profiles": {}}}})
-    with pytest.raises(OptionError, match="callers belongs to the server's configuration"):
-        offer(callers={"profiles": {}}).setting({"callers": {"profiles": {}}})
     assert offer(profiles=PROFILES, min_keep=0.1, callers={"profiles": {}, "others": []}).describe_rules() == (
         "min_keep 0.1; 0 callers by API key, others refused"
     )

@@ -167,7 +167,6 @@ def test_settings_that_shorten_no_prompt(fake: Fake, setting: str, says: str) ->
 
 
 def test_one_image_does_not_show_ages(fake: Fake) -> None:
-    """Where the newest keeps all; else it is to be shorter."""
     fake.left = FULL
     for setting, wanted, says in (
         ("divprune 1 by age", 0, "The newest image of a prompt keeps all"),

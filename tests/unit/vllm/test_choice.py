@@ -47,7 +47,6 @@ def test_it_keeps_what_it_keeps_of_copies(name: str, counts: list[int]) -> None:
 @each("name", [name for name in NAMES if not reads_tower(registry.build(name, {}))])
 @each("counts", [[20], [8, 12]])
 def test_items_at_once_keep_what_each_keeps_alone(name: str, counts: list[int]) -> None:
-    """Each is an image of its own, not one of several in a prompt."""
     method: Any = registry.build(name, {})
     items = [torch.randn(20, 10, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     frames: list[list[int] | None] = [[count // 2] * 2 for count in counts]

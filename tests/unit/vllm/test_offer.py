@@ -16,6 +16,7 @@ from tokenprune import available_methods, method_info
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.integrations.vllm.settings.configuration import check_spelling, split_server_keys
 from tokenprune.integrations.vllm.settings.items import OFF, get_cache_key, get_label
+from tokenprune.integrations.vllm.settings.keys import SERVER_KEYS
 from tokenprune.integrations.vllm.settings.overload import Overload
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.rules import LimitError
@@ -56,10 +57,22 @@ def test_layers_give_memory_back_where_a_server_says_so() -> None:
     inside = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
     made = offer(inside, experimental_free_kv=True)
     assert made.free_kv and not offer(inside).free_kv and not offer(inside, experimental_free_kv=False).free_kv
-    # Which tokens stay is the same, and so are keys in caches; a request has no say in it.
+    # Which tokens stay is the same, and so are keys in caches.
     assert made.setting() == offer(inside).setting() and made.setting({"off": True}) == OFF
-    with pytest.raises(OptionError, match="experimental_free_kv belongs to the server's configuration"):
-        made.setting({"experimental_free_kv": False})
+
+
+SERVERS_OWN = [
+    "profiles", "min_keep", "methods", "rollout", "on_error", "callers", "overload", "reload", "log", "positions",
+    "experimental_free_kv",
+]  # fmt: skip
+
+
+@each("key", SERVERS_OWN)
+def test_a_request_cannot_set_what_is_the_servers(key: str) -> None:
+    assert set(SERVERS_OWN) == set(SERVER_KEYS)
+    for asked in ({key: 0.1}, {key: "json", "keep": 0.15}, {key: None, "profile": "fast"}):
+        with pytest.raises(OptionError, match=f"{key} belongs to the server's configuration, not to a request"):
+            offer(profiles=PROFILES, min_keep=0.1).setting(asked)
 
 
 def test_nothing_is_removed_where_only_profiles_are_named() -> None:
@@ -89,8 +102,6 @@ def test_a_request_is_held_to_the_limits() -> None:
     for asked in ({"method": "pool"}, {"method": ["downsample", "divprune"], "keep": 0.9}):
         with pytest.raises(LimitError, match=r"does not allow (pool|downsample); allowed are divprune, dynres"):
             made.setting(asked)
-    with pytest.raises(OptionError, match="min_keep belongs to the server's configuration"):
-        made.setting({"min_keep": 0.01, "keep": 0.02})
     with pytest.raises(LimitError):  # the method's own default counts too
         offer({"off": True}, min_keep=0.3).setting({"method": "divprune"})
 
@@ -123,8 +134,6 @@ def test_a_profile_has_limits_of_its_own() -> None:
     with pytest.raises(LimitError, match="profile 'gold' does not allow dynres; allowed are divprune, pool"):
         made.setting({"profile": "gold", "method": "dynres"})
     assert made.setting({"profile": "floor", "method": "dynres"}).pixel_method is not None
-    with pytest.raises(OptionError, match="min_keep belongs to the server's configuration"):
-        made.setting({"profile": "gold", "min_keep": 0.1, "keep": 0.15})
 
 
 def test_the_policy_in_words() -> None:
@@ -188,8 +197,6 @@ def test_positions_are_the_servers() -> None:
     for wrong in ("orginal", None, 3, ["original"]):
         with pytest.raises(OptionError, match='positions must be "original"'):
             offer(positions=wrong)
-    with pytest.raises(OptionError, match="positions belongs to the server's configuration"):
-        offer(positions="original").setting({"positions": "original"})
     with pytest.raises(OptionError, match="profile 'a': positions applies to the whole server"):
         offer(profiles={"a": {"positions": "original"}})
 
@@ -210,10 +217,7 @@ def test_metrics_know_few_names() -> None:
     assert get_label(OFF) == ("off", "1")
     assert get_label(parse_setting({"method": "pool", "keep": 0.123456})) == ("pool", "0.12")
     assert get_label(parse_setting({"method": "pool", "keep": 64})) == ("pool", "tokens")
-    assert get_label(parse_setting({"method": ["divprune", "dynres"], "keep": 0.5})) == (
-        "dynres+divprune",
-        "0.25",
-    )
+    assert get_label(parse_setting({"method": ["divprune", "dynres"], "keep": 0.5})) == ("dynres+divprune", "0.25")
 
 
 NAMES = available_methods()

@@ -65,7 +65,6 @@ def test_a_step_is_in_force_for_a_while() -> None:
 
 
 def test_a_burst_gets_two_qualities() -> None:
-    """24 requests within a tenth of a second, as they were once served in three."""
     rule = Overload((4, 12), ("half", "tenth"))
     for one, found in ((rule, {0, 1}), (Overload(rule.steps, rule.profiles, 1.0, 0.0, 0.0), {0, 1, 2})):
         policy = OverloadState(one)

@@ -46,7 +46,6 @@ def test_a_plan_survives_the_journey() -> None:
 
 
 def test_a_plan_of_placeholders_that_pixels_chose() -> None:
-    """The number that stays is theirs, whatever `keep` says."""
     chosen = (False, True, True, False, True, False, False, False)
     one = dataclasses.replace(plan(served(PixelPrune(), 0.5), "s####/####e"), kept=chosen)
     assert one.keep == [3] and one.reduces and one.rows == 4  # and the break between
@@ -57,7 +56,6 @@ def test_a_plan_of_placeholders_that_pixels_chose() -> None:
 
 
 def test_decoded_plans_are_kept_by_their_size() -> None:
-    """A plan of many runs is large."""
     _decoded.clear()
     data = [plan(served(DivPrune(), 0.5), f"#{letter}" * 30_000).encode() for letter in "abcdefghi"]
     for one in data:
@@ -110,7 +108,6 @@ def test_reduced_prompts() -> None:
 
 
 def test_a_video_whose_frames_are_compared() -> None:
-    """Its frames are told to the model; a newline behind them is in none, time stamps between them are in no run."""
     evs = parse_setting({"method": "evs", "keep": 0.5})
     for pieces, number, behind, sizes in (
         ("a############", 3, 0, [4, 4, 4]), ("#############", 3, 1, [4, 4, 4]), ("s####t####u####e", 3, 0, [4, 4, 4]),
@@ -165,7 +162,6 @@ def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
 
 
 def test_every_frame_has_its_budget() -> None:
-    """Frames of one run split it evenly, a rest goes with the last; runs apart are the frames; images do not care."""
     half, frames = served(DivPrune(), 0.5), served(DivPrune(), 0.5, per="frame")
 
     def made(setting: Setting, pieces: str, number: int) -> Plan:

@@ -25,12 +25,7 @@ from tokenprune.integrations import vllm
 from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.integrations.hf.towers.build import build_tower_part
 from tokenprune.integrations.vllm.settings.configuration import check_model
-from tokenprune.integrations.vllm.settings.items import (
-    OFF,
-    count_kept,
-    get_cache_key,
-    settings_of_items,
-)
+from tokenprune.integrations.vllm.settings.items import OFF, count_kept, get_cache_key, settings_of_items
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.towers import served_tower
 from tokenprune.methods import registry
@@ -150,10 +145,8 @@ def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.Monk
         hf_config=model.config, architecture=architecture, dtype=torch.float32, multimodal_config=parallel
     )
     check_model(setting, model_config)
-    theirs, ours = (
-        build_tower_part(get_adapter(model), method, Budget.from_keep(0.5)).reducer.layout.shape,
-        served_tower(method, model.config),
-    )
+    theirs = build_tower_part(get_adapter(model), method, Budget.from_keep(0.5)).reducer.layout.shape
+    ours = served_tower(method, model.config)
     for fact in ("tokens", "protected", "blocks", "blocks_read", "unit"):
         assert getattr(ours, fact) == getattr(theirs, fact), fact
     assert served == [(type(theirs.module).__name__, "float32", theirs.blocks)]
@@ -187,16 +180,14 @@ def test_a_setting_without_a_method_is_refused() -> None:
 
 
 def test_cache_keys_hold_all_that_matters() -> None:
-    """Written out in full, so that two ways of saying the same share a cache, and nothing else does."""
-    assert get_cache_key(parse_setting({"method": "random"})) == get_cache_key(
-        parse_setting({"method": "random", "seed": 0})
-    )
-    keys = [get_cache_key(parse_setting(SERVER, more)) for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True})]
-    keys += [get_cache_key(parse_setting({"method": "random", "seed": seed})) for seed in (0, 1)]
-    keys += [get_cache_key(parse_setting(SERVER, {"per": "frame"}))]
-    keys += [
-        get_cache_key(parse_setting(TWO, more)) for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})
-    ]
+
+    def key(*layers: dict) -> dict:
+        return get_cache_key(parse_setting(*layers))
+
+    assert key({"method": "random"}) == key({"method": "random", "seed": 0})
+    keys = [key(SERVER, more) for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True}, {"per": "frame"})]
+    keys += [key({"method": "random", "seed": seed}) for seed in (0, 1)]
+    keys += [key(TWO, more) for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})]
     assert len({str(key) for key in keys}) == len(keys)
     assert all(key["algorithm"] for key in keys)
     dynres = {"method": "dynres", "min_scale": 0.3}
@@ -254,7 +245,6 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
 @pytest.mark.parametrize("declared", [{"chooses_count": True}, {"min_tokens": 0}])
 @pytest.mark.parametrize("site", [Site.PRE_LLM, Site.IN_LLM])
 def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> None:
-    """Whatever the method does with features that are made up."""
     name = "by_sight"
     needs = ("keys",) if site is Site.IN_LLM else ()
 
@@ -284,7 +274,6 @@ REFUSED_METHODS = [
 
 @each("name", REFUSED_METHODS)
 def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: str) -> None:
-    """Of every method that acts ahead of the language model: no list names those that are served."""
     with pytest.raises(OptionError) as caught:
         parse_setting({"method": name})
     less = registry.build(name, {})

@@ -57,7 +57,7 @@ def build_hf_parts(
     processor: Any,
     guard: Guard | None,
     feature_cache: int | None = None,
-    graphs: bool | Graphs | None = None,
+    graphs: bool | str | Graphs | None = None,
 ) -> list[Any]:
     """Check a setup and build the parts that `patch` attaches. The model is not changed.
 
@@ -94,7 +94,7 @@ def _build_parts(
     processor: Any,
     guard: Guard | None,
     feature_cache: int | None,
-    graphs: bool | Graphs | None,
+    graphs: bool | str | Graphs | None,
 ) -> list[Any]:
     """Build the parts for exactly these methods."""
     adapter = get_adapter(model)
@@ -198,9 +198,9 @@ def _build_parts(
         cut_layers = {layer for step in steps if step.layer for layer in (step.layer - 1, step.layer)}
         in_all_layers = [step.method.name for step in stages if step.method.site is Site.ATTENTION or step in weighing]
         reason = f"{in_all_layers[0]} changes the attention of all layers" if in_all_layers else ""
-        from tokenprune.integrations.hf.graphs.prefill import graphed_prefill
+        from tokenprune.integrations.hf.graphs.decoder import build_graphed_decoder
 
-        parts += graphed_prefill(adapter, graphs, cut_layers, reason)
+        parts += build_graphed_decoder(adapter, graphs, cut_layers, reason)
     if pixels:
         from tokenprune.integrations.hf.pixels.resizing import FullCounts
 

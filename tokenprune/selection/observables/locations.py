@@ -94,7 +94,7 @@ class PatchLocations(Observable):
     from_input = Input.FEATURES
 
     def compute_per_patch(self, attention: ObservedAttention, protected: int) -> Tensor:
-        """Return values of shape (rows, H, patches). Only the number of patches is used."""
+        """Return a placeholder with the shape of values per patch, (rows, H, patches). Its values are not used."""
         return attention.key[:, :, protected:, 0]
 
     def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Patches:

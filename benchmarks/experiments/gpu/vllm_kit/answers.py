@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One case of h_vllm_answers.py: an engine of a small random model, and its answers beside those of transformers."""
+"""Run one case of h_vllm_answers.py: an engine with a small random model, compared with transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS, LONG, TOGETHER = (4, 8, 4) if TINY else (8, 24, 16)
 
 
 class Run:
-    """An engine with a checkpoint, and the same checkpoint in transformers on the CPU."""
+    """A vLLM engine with a checkpoint, and the same checkpoint in transformers on the CPU."""
 
     def __init__(self, case: Case, folder: Path, setting: dict[str, Any] | None, **more: Any) -> None:
         import conftest
@@ -57,32 +57,41 @@ class Run:
         self.llm.llm_engine.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def row(self, what: str, setting: str, equal: int, of: int, gap: float, **more: Any) -> None:
-        """Say one row. equal, of: tokens equal at the start, or answers."""
-        verdict = "equal" if equal == of else "differs"
-        say(what=what, setting=setting, verdict=verdict, equal=equal, of=of, gap=round(gap, 7), **more, **self.about)
+    def row(self, comparison: str, setting: str, equal: int, total: int, gap: float, **more: Any) -> None:
+        """Print a row. `equal` of `of` tokens (from the start) or answers are equal."""
+        verdict = "equal" if equal == total else "differs"
+        say(
+            what=comparison,
+            setting=setting,
+            verdict=verdict,
+            equal=equal,
+            of=total,
+            gap=round(gap, 7),
+            **more,
+            **self.about,
+        )
 
-    def compare(self, what: str, setting: str, output: Any, want: tuple[list[int], Any], **more: Any) -> None:
-        """Say how an answer compares with tokens and log-probabilities."""
-        equal, gap = compared(output, *want)
-        self.row(what, setting, equal, len(want[0]), gap, prompt=len(output.prompt_token_ids), **more)
+    def compare(self, comparison: str, setting: str, output: Any, expected: tuple[list[int], Any], **more: Any) -> None:
+        """Compare an answer with expected tokens and log-probabilities, and print a row."""
+        equal, gap = compared(output, *expected)
+        self.row(comparison, setting, equal, len(expected[0]), gap, prompt=len(output.prompt_token_ids), **more)
 
 
 def compared(output: Any, tokens: list[int], logprobs: Any) -> tuple[int, float]:
-    """Return how many tokens are equal at the start, and the largest gap between log-probabilities up to there."""
+    """Return the number of equal tokens from the start, and the maximum gap of log-probabilities up to there."""
     equal, gap = 0, 0.0
     for step, (mine, theirs) in enumerate(zip(output.outputs[0].token_ids, tokens, strict=True)):
-        found = output.outputs[0].logprobs[step]
-        gap = max(gap, *(abs(one.logprob - float(logprobs[step][token])) for token, one in found.items()))
+        top = output.outputs[0].logprobs[step]
+        gap = max(gap, *(abs(entry.logprob - float(logprobs[step][token])) for token, entry in top.items()))
         if mine != theirs:
             break
         equal += 1
     return equal, gap
 
 
-def between(one: Any, other: Any) -> tuple[bool, float]:
-    """Return whether two answers of vLLM are equal, and the largest gap up to the first token that differs."""
-    gap, answers = 0.0, (one.outputs[0], other.outputs[0])
+def between(first: Any, other: Any) -> tuple[bool, float]:
+    """Return whether two answers of vLLM are equal, and the maximum gap up to the first different token."""
+    gap, answers = 0.0, (first.outputs[0], other.outputs[0])
     for step, (mine, theirs) in enumerate(zip(answers[0].token_ids, answers[1].token_ids, strict=True)):
         if mine != theirs:
             return False, gap
@@ -92,33 +101,33 @@ def between(one: Any, other: Any) -> tuple[bool, float]:
 
 
 def by_request(case: Case, folder: Path) -> None:
-    """Settings of requests: beside transformers; and mixed, at once and from the caches, beside alone."""
+    """Compare settings per request with transformers, and concurrent and cached requests with single ones."""
     run = Run(case, folder, OFF)
     settings = SETTINGS | MORE.get(case.checkpoint, {})
     prompt, images = run.checkpoint.prompt(2), run.checkpoint.images(2)
-    outputs = {name: run.generate([engine.request(prompt, images, one)])[0] for name, one in settings.items()}
+    outputs = {name: run.generate([engine.request(prompt, images, setting)])[0] for name, setting in settings.items()}
     same, gap = between(outputs["keep 1.0"], outputs["off"])
     run.row("off", "keep 1.0", STEPS * same, STEPS, gap)
     for name, output in outputs.items():
         setting = None if name == "off" else settings[name]
         run.compare("transformers, CPU", name, output, run.reference.greedy(prompt, images, STEPS, setting))
     requests = []
-    for number in range(TOGETHER):
-        asked = run.checkpoint.prompt(1 + number % 3, f"case {number}? ")
-        given = run.checkpoint.images(1 + number % 3, seed=10 + number)
-        requests.append(engine.request(asked, given, [*settings.values()][number % len(settings)]))
+    for index in range(TOGETHER):
+        text = run.checkpoint.prompt(1 + index % 3, f"case {index}? ")
+        images_of_request = run.checkpoint.images(1 + index % 3, seed=10 + index)
+        requests.append(engine.request(text, images_of_request, [*settings.values()][index % len(settings)]))
     run.forget()
     together, again = run.generate(requests), run.generate(requests)
     run.forget()
-    alone = [run.generate([one])[0] for one in requests]
-    for what, others in (("alone", together), ("alone, from the caches", again)):
-        pairs = [between(*pair) for pair in zip(others, alone, strict=True)]
-        equal, cached = sum(same for same, _ in pairs), sum(bool(one.num_cached_tokens) for one in others)
-        run.row(what, f"{TOGETHER} at once", equal, TOGETHER, max(gap for _, gap in pairs), cached=cached)
+    single = [run.generate([request])[0] for request in requests]
+    for comparison, others in (("alone", together), ("alone, from the caches", again)):
+        pairs = [between(*pair) for pair in zip(others, single, strict=True)]
+        equal, cached = sum(same for same, _ in pairs), sum(bool(output.num_cached_tokens) for output in others)
+        run.row(comparison, f"{TOGETHER} at once", equal, TOGETHER, max(gap for _, gap in pairs), cached=cached)
 
 
 def in_llm(case: Case, folder: Path) -> None:
-    """A method inside the decoder, of a server with prompts of one, two, three images and none."""
+    """Compare a method inside the decoder with transformers, for prompts with zero to three images."""
     import test_in_llm as tests
     from tokenprune.methods.in_llm.dart import Dart
     from tokenprune.methods.in_llm.fastv import FastV
@@ -132,16 +141,16 @@ def in_llm(case: Case, folder: Path) -> None:
         more |= dict(max_num_batched_tokens=512, max_model_len=512)
     run = Run(case, folder, tests.setting(method), **more)
     prompts = tests.mixed(run, run.checkpoint.images)
-    outputs = run.generate([engine.request(*one, None) for one in prompts], LONG)
+    outputs = run.generate([engine.request(*prompt, None) for prompt in prompts], LONG)
     for (prompt, images), output in zip(prompts, outputs, strict=True):
-        want = run.reference.generate(prompt, images, LONG, {"method": theirs, "keep": 0.25})
-        run.compare("transformers, CPU", f"{case.method}, {len(images)} images", output, want)
+        expected = run.reference.generate(prompt, images, LONG, {"method": theirs, "keep": 0.25})
+        run.compare("transformers, CPU", f"{case.method}, {len(images)} images", output, expected)
 
 
 def without_plugin(case: Case, folder: Path) -> None:
-    """vLLM alone, beside transformers: what `off` has to equal is equal to the same."""
+    """Compare vLLM without the plugin with transformers. `off` is compared with the same answers."""
     os.environ["VLLM_PLUGINS"] = ""
-    if case.checkpoint == "llava":  # without the plugin vLLM reads a checkpoint of transformers 4 alone
+    if case.checkpoint == "llava":  # without the plugin, vLLM needs parameter names of transformers 4
         import re
 
         from safetensors.torch import load_file, save_file
@@ -165,8 +174,8 @@ def main() -> None:
     import conftest
 
     os.environ.pop("TRITON_INTERPRET", None)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         conftest.ALL[case.checkpoint].write(folder)
         kind = without_plugin if not case.plugin else in_llm if case.method else by_request
         kind(case, folder)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of the tables h, by name: what is asked of each. Nothing here needs vLLM."""
+"""Cases and engines of the tables h, by name. This module does not need vLLM."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-V1, V2 = "0", "1"  # vLLM's model runners, as its variable names them
+V1, V2 = "0", "1"  # vLLM's model runners, as values of VLLM_USE_V2_MODEL_RUNNER
 EAGER: dict[str, Any] = {"enforce_eager": True}
-# Without mode 0 vLLM compiles, which is its default, and takes a minute.
+# Without mode 0, vLLM compiles by default, which takes a minute.
 SMALL_DEFAULT: dict[str, Any] = {
     "enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 }  # fmt: skip
 
 
 def graphs(mode: str, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> dict[str, Any]:
-    """Return the options of an engine with CUDA graphs and without torch.compile. mode: vLLM's `cudagraph_mode`."""
+    """Return engine options for CUDA graphs without torch.compile. `mode` is vLLM's `cudagraph_mode`."""
     config = {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": list(sizes)}
     return {"enforce_eager": False, "compilation_config": config}
 
@@ -23,7 +23,16 @@ EXACT, FAST = ("float32", "TRITON_ATTN"), ("bfloat16", "FLASH_ATTN")
 
 
 class Case(NamedTuple):
-    """checkpoint: of tests/vllm. method: inside the decoder, or "" for settings of requests. dtype: and attention."""
+    """A case of h_vllm_answers.py.
+
+    Attributes:
+        checkpoint: Name of a checkpoint in tests/vllm.
+        runner: Model runner of vLLM.
+        options: Engine options.
+        dtype: dtype and attention backend.
+        method: Method inside the decoder, or "" for settings per request.
+        plugin: Whether vLLM loads the plugin.
+    """
 
     checkpoint: str
     runner: str = V2
@@ -42,8 +51,8 @@ CASES = {
     "onevision.v2": Case("llava_onevision"),
     "dart.v1": Case("llava_deep", V1, method="dart"),
     "fastv.v1": Case("llava_deep", V1, method="fastv"),
-    # What a server runs by default: torch.compile and piecewise graphs. They take longest to start, and stand where
-    # each has a process to itself when ten share the cases.
+    # The defaults of a server: torch.compile and piecewise graphs. Their start takes longest. At these positions, each
+    # has a process without other slow cases when ten processes share the cases.
     "llava.default": Case("llava", options=SMALL_DEFAULT),
     "qwen2_5.default": Case("qwen2_5_vl", options=SMALL_DEFAULT, dtype=FAST),
     "llava.v2.graphs": Case("llava", options=graphs("FULL")),
@@ -64,11 +73,19 @@ TIMED = {
 }
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
 DECODE = graphs("FULL_DECODE_ONLY", (1, 2, 4, 8, 16, 32, 64))
-DEFAULT: dict[str, Any] = {"enforce_eager": False}  # torch.compile, and graphs of prefill and decoding
+DEFAULT: dict[str, Any] = {"enforce_eager": False}  # torch.compile, graphs of prefill and decoding
 
 
 class Engine(NamedTuple):
-    """shape: of `shapes.py`. setting: of the server. settings: of requests, by name; None asks for the server's."""
+    """An engine of h_vllm_times.py.
+
+    Attributes:
+        shape: Name in `shapes.py`.
+        options: Engine options.
+        setting: Setting of the server.
+        settings: Settings of requests by name; None uses the server's setting.
+        runner: Model runner, "" for vLLM's choice.
+    """
 
     shape: str
     options: dict[str, Any]

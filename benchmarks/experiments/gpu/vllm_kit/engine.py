@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of vLLM in this process, and rows for the table that started it. Import it first: vLLM reads its settings
-when it is imported.
+"""A vLLM engine in this process, and output of rows. Import this module first: vLLM reads the environment at import.
 
-A process holds one engine: `python experiments/gpu/vllm_kit/answers.py llava.v2`. Each row is a line of JSON after a
-mark (`children.py` reads it).
+A process has one engine: `python experiments/gpu/vllm_kit/answers.py llava.v2`. Each row is a line of JSON after a
+mark, which `children.py` reads.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ os.environ.update(
     VLLM_USE_DEEP_GEMM="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1", TOKENIZERS_PARALLELISM="false",
     NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo", VLLM_HOST_IP="127.0.0.1",
 )  # fmt: skip
-os.environ.pop("TRITON_INTERPRET", None)  # kernels are compiled here
+os.environ.pop("TRITON_INTERPRET", None)  # kernels must be compiled
 
 
 def say(**row: Any) -> None:
@@ -34,7 +33,7 @@ def say(**row: Any) -> None:
 
 
 def exact() -> None:
-    """Let products of float32 be float32."""
+    """Compute float32 matrix products in float32, without TF32."""
     import torch
 
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
@@ -42,28 +41,30 @@ def exact() -> None:
 
 
 def start(folder: str, setting: dict[str, Any] | None, runner: str = "", **options: Any) -> Any:
-    """Return vLLM's `LLM`. runner: V1 or V2; "" for vLLM's choice. Without a GPU: eager, on V1."""
+    """Start vLLM's `LLM`. `runner` is V1 or V2, or "" for vLLM's choice. Tiny runs are eager, with V1."""
     if TINY:
         runner, options = V1, {name: options[name] for name in options if not name.startswith(_OF_GPUS)} | EAGER
     if runner:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
     from vllm import LLM
 
-    wishes = None if setting is None else {"tokenprune": setting}
-    return LLM(folder, mm_processor_kwargs=wishes, seed=0, **options)
+    processor_arguments = None if setting is None else {"tokenprune": setting}
+    return LLM(folder, mm_processor_kwargs=processor_arguments, seed=0, **options)
 
 
 _OF_GPUS = ("gpu_", "kv_cache_memory", "attention_backend", "compilation_config")
 
 
 def request(prompt: str, images: list[Any], setting: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a request. setting: its own; None for the server's."""
-    made: dict[str, Any] = {"prompt": prompt, "multi_modal_data": {"image": images} if images else {}}
-    return made if setting is None else made | {"mm_processor_kwargs": {"tokenprune": setting}}
+    """Return a request with a setting, or without one to use the server's."""
+    prompt_of_request: dict[str, Any] = {"prompt": prompt, "multi_modal_data": {"image": images} if images else {}}
+    return (
+        prompt_of_request if setting is None else prompt_of_request | {"mm_processor_kwargs": {"tokenprune": setting}}
+    )
 
 
 def about(llm: Any) -> dict[str, str]:
-    """Return what a row says of its engine."""
+    """Return the fields of a row that describe the engine."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     config = llm.llm_engine.vllm_config
     return {
@@ -73,6 +74,6 @@ def about(llm: Any) -> dict[str, str]:
 
 
 def leave() -> None:
-    """End the process without vLLM's own goodbye, which can hang."""
+    """End the process without vLLM's shutdown, which can hang."""
     sys.stdout.flush()
     os._exit(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of published shapes for vLLM: configuration, processor and tokenizer, without weights."""
+"""Models of published shapes for vLLM: config, processor and tokenizer, without weights."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SMALL = dict(
 
 
 def image_of(shape: str, seed: int, tiny: bool) -> Image.Image:
-    """Return an image of noise: 576 tokens of LLaVA, 2,116 of Qwen2.5-VL."""
+    """Return a noise image: 576 tokens in LLaVA, 2,116 in Qwen2.5-VL."""
     side = 336 if shape == "llava" else 448 if tiny else 1288
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
 def write_model(shape: str, folder: Path, tiny: bool) -> None:
-    """Write a model without weights. tiny: of the same kind, small."""
+    """Write a model without weights. With `tiny`, a small one of the same type."""
     config, processor = {"llava": _llava, "qwen": _qwen}[shape](tiny)
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
@@ -48,12 +48,12 @@ def llava_config(tiny: bool = False, **more: Any) -> Any:
     if tiny:
         text |= _SMALL
         tower |= dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2)
-    made = LlavaConfig(
+    config = LlavaConfig(
         text_config=text, vision_config=tower, image_seq_length=576, vision_feature_layer=-2,
         vision_feature_select_strategy="default", tie_word_embeddings=False, **more,
     )  # fmt: skip
-    made.architectures = ["LlavaForConditionalGeneration"]
-    return made
+    config.architectures = ["LlavaForConditionalGeneration"]
+    return config
 
 
 def qwen_config(tiny: bool = False, **more: Any) -> Any:
@@ -75,9 +75,9 @@ def qwen_config(tiny: bool = False, **more: Any) -> Any:
         text |= _SMALL
         tower |= dict(depth=4, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=128)
         tower |= dict(fullatt_block_indexes=[1, 3])
-    made = Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **more)
-    made.architectures = ["Qwen2_5_VLForConditionalGeneration"]
-    return made
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **more)
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+    return config
 
 
 def _llava(tiny: bool) -> tuple[Any, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine of h_vllm_times.py: a model of 7 B shape, whose weights are dummies of vLLM, and times of its requests."""
+"""Run one engine of h_vllm_times.py: a model of 7 B shape with vLLM's dummy weights, and times of its requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANY, ALONE, WRITE, TURNS = (6, 2, 4, 1) if TINY else (64, 8, 16, 2)
 
 
 class Server:
-    """An engine, its requests, and the fewest blocks of its KV cache that were free."""
+    """An engine and its requests. `least` is the minimum number of free KV cache blocks."""
 
     def __init__(self, which: Engine, folder: Path) -> None:
         write_model(which.shape, folder, TINY)
@@ -43,7 +43,7 @@ class Server:
         scheduler.schedule = watched
 
     def ask(self, setting: dict[str, Any] | None, count: int, answer: int) -> tuple[list[Any], float, int]:
-        """Return the outputs of requests with new images, the seconds, and the blocks that they took."""
+        """Return the outputs of requests with new images, the seconds, and the used blocks."""
         from vllm import SamplingParams
 
         asked = []
@@ -59,15 +59,15 @@ class Server:
 
 
 def span(outputs: list[Any], first: str, last: str) -> float:
-    """Return the seconds between two points of vLLM's clock, over all requests."""
-    stats = [one.metrics for one in outputs]
-    return max(getattr(one, last) for one in stats) - min(getattr(one, first) for one in stats)
+    """Return the seconds from the first request's time stamp `first` to the last request's `last`."""
+    stats = [output.metrics for output in outputs]
+    return max(getattr(stat, last) for stat in stats) - min(getattr(stat, first) for stat in stats)
 
 
 def measure(server: Server, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the row of each setting, which take turns."""
+    """Return the row of each setting. The settings take turns."""
     rows: dict[str, dict[str, Any]] = {}
-    for name, setting in settings.items():  # what is compiled on first use
+    for name, setting in settings.items():  # warm-up, which compiles
         for count in (1, min(8, MANY)):
             outputs, _, _ = server.ask(setting, count, 4)
         prompt = len(outputs[0].prompt_token_ids)
@@ -86,12 +86,12 @@ def measure(server: Server, settings: dict[str, Any]) -> dict[str, dict[str, Any
 
 
 def finished(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with medians in the place of what was taken alone, and of turns their mean."""
-    alone, prefill, turns = row.pop("alone"), row.pop("prefill"), row["turns"]
-    of_turns = {key: round(statistics.mean(one[key] for one in turns), 3) for key in turns[0]}
+    """Replace the single times of a row by medians, and those of turns by means."""
+    singles, prefill, turns = row.pop("alone"), row.pop("prefill"), row["turns"]
+    of_turns = {key: round(statistics.mean(turn[key] for turn in turns), 3) for key in turns[0]}
     return row | of_turns | {
-        "first_ms": round(statistics.median(alone), 2), "prefill_ms": round(statistics.median(prefill), 2),
-        "first_from_ms": round(min(alone), 2), "first_to_ms": round(max(alone), 2),
+        "first_ms": round(statistics.median(singles), 2), "prefill_ms": round(statistics.median(prefill), 2),
+        "first_from_ms": round(min(singles), 2), "first_to_ms": round(max(singles), 2),
         "at_once": MANY, "answer": WRITE,
     }  # fmt: skip
 
@@ -101,8 +101,8 @@ def main() -> None:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--tiny", action="store_true")
     which = ENGINES[parser.parse_args().engine]
-    with tempfile.TemporaryDirectory() as place:
-        server = Server(which, Path(place))
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(which, Path(folder))
         pool, size = server.pool.num_gpu_blocks, server.llm.llm_engine.vllm_config.cache_config.block_size
         for row in measure(server, which.settings).values():
             say(**row, pool=pool, block_size=size, **engine.about(server.llm))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What textvqa_val_ocr.yaml calls: lmms-eval's own functions, without the file for the submission server."""
+"""Functions of textvqa_val_ocr.yaml: lmms-eval's TextVQA without the file for the submission server."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["accuracy", "textvqa_doc_to_text", "textvqa_doc_to_visual"]
 
 
 def accuracy(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return the VQA accuracy of one answer."""
+    """Return the VQA accuracy of an answer."""
     return {"exact_match": textvqa_process_results(doc, results)["exact_match"]}

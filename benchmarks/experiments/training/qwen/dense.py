@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 1: every visual token says, in the language model's own words, what lies in its cell of 16 x 16 pixels."""
+"""Stage 1: labels of each visual token (a cell of 16 x 16 pixels) as words of the language model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenprune_demo.scenes import COLORS, LARGE, TINY, WORDS
 IGNORE = -100
 SORTS = ("background", *LARGE, *TINY, "digit", "sign", *NAMES)
 LETTERS = sorted(set("".join(WORDS)))
-GROUPS = {  # the words that each label chooses among
+GROUPS = {  # candidate words of each label
     "sort": [ID[w] for w in SORTS],
     "colour": [ID[w] for w in COLORS],
     "digit": [ID[str(d)] for d in range(10)],
@@ -30,7 +30,7 @@ _MANY = {c: i for i, c in enumerate((*LARGE, *TINY))}
 
 
 def cell_labels(scene: NativeScene) -> tuple[np.ndarray, np.ndarray]:
-    """Return labels [label, cell] (int16) and the share of each letter in each cell of a sign [cell, letter]."""
+    """Return labels, int16, shape (labels, cells), and shares of letters in cells of signs, shape (cells, letters)."""
     height, width = scene.owner.shape
     h, w, n = height // CELL, width // CELL, len(scene.items)
     cells = scene.owner.reshape(h, CELL, w, CELL).transpose(0, 2, 1, 3).reshape(h * w, -1).astype(np.int64)
@@ -43,8 +43,8 @@ def cell_labels(scene: NativeScene) -> tuple[np.ndarray, np.ndarray]:
         labels[0, share.max(1) > 0.03] = IGNORE
         best = share.argmax(1)
     for i, item in enumerate(scene.items):
-        most = share[:, i].max()
-        mine = ((share[:, i] > 0.35) | (share[:, i] >= 0.5 * most)) & (best == i)
+        largest = share[:, i].max()
+        mine = ((share[:, i] > 0.35) | (share[:, i] >= 0.5 * largest)) & (best == i)
         labels[0, mine] = _SORT[item.value if item.what == "thing" else item.what]
         x, y = item.center
         centre = min(int(y) // CELL, h - 1) * w + min(int(x) // CELL, w - 1)
@@ -74,7 +74,7 @@ def _spell(letters: np.ndarray, item, h: int, w: int) -> None:
 
 
 class CellHead(nn.Module):
-    """Reads labels off visual tokens: words by the embedding table, centres and letters by a linear layer."""
+    """Predict labels from visual tokens: words by the embedding table, centers and letters by a linear layer."""
 
     def __init__(self, width: int = 192) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class CellHead(nn.Module):
         return out | {"centre": extra[:, :2], "letters": extra[:, 2:]}
 
     def loss(self, out, labels: torch.Tensor, letters: torch.Tensor) -> torch.Tensor:
-        """Sum over the labels; what is drawn weighs as much as the background however little of it there is."""
+        """Return the sum of the losses. Drawn items and background have equal weight for any number of cells."""
         total = 0.0
         for i, name in enumerate(LABELS):
             target = labels[:, i].flatten().long()
@@ -107,7 +107,7 @@ class CellHead(nn.Module):
 
     @torch.no_grad()
     def accuracy(self, out, labels: torch.Tensor) -> dict[str, list[int]]:
-        """Right and all, for each sort of cell."""
+        """Return the number of right and of all labels for each sort of cell."""
         guess = {name: out[name].argmax(-1) for name in LABELS}
         target = {name: labels[:, i].flatten().long() for i, name in enumerate(LABELS)}
         sort, large, tiny = target["sort"], 1 + len(LARGE), 1 + len(LARGE) + len(TINY)

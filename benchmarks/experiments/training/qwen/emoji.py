@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawings of the named things, from the colour font Noto Color Emoji (Debian package fonts-noto-color-emoji).
+"""Extract drawings of the named things from the color font Noto Color Emoji (Debian: fonts-noto-color-emoji).
 
 python benchmarks/experiments/training/qwen/emoji.py NotoColorEmoji.ttf runs/emoji.npz
 """
@@ -14,16 +14,16 @@ from PIL import Image, ImageDraw, ImageFont
 
 from qwen_vocabulary import THINGS
 
-SIZE = 109  # the one size of the font's bitmaps
+SIZE = 109  # the only size of the font's bitmaps
 
 
 def render(font: ImageFont.FreeTypeFont, code: int) -> np.ndarray:
-    """Return one drawing, cropped to what is not transparent, in a square of bytes [128, 128, 4]."""
+    """Return a drawing, cropped to its opaque part, as a square of bytes, shape (128, 128, 4)."""
     canvas = Image.new("RGBA", (160, 160))
     ImageDraw.Draw(canvas).text((12, 16), chr(code), font=font, embedded_color=True)
     box = canvas.getchannel("A").getbbox()
     if box is None:
-        raise SystemExit(f"the font has no drawing of U+{code:X}")
+        raise SystemExit(f"The font lacks a drawing of U+{code:X}.")
     drawing = canvas.crop(box)
     square = Image.new("RGBA", (max(drawing.size),) * 2)
     square.paste(drawing, ((square.width - drawing.width) // 2, (square.height - drawing.height) // 2))

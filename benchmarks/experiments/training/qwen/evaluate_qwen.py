@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy of the exported checkpoint on the held-out set, per kind of question and per size of image.
+"""Measure the accuracy of the exported checkpoint on the held-out set, by kind of question and size of image.
 
-All questions about an image share one sequence, blind to each other, after the processor's own pixels; a test shows
-that each then gets what a prompt of its own gives. An answer is right if the word is and the next one is the end.
+All questions about an image share one sequence with a block mask, on the processor's pixels. A test shows that the
+results equal those of separate prompts. An answer is right if its word is right and followed by the end token.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ def wilson(right: int, n: int, z: float = 1.96) -> dict[str, float]:
 
 @torch.no_grad()
 def answers(model, processor, image, examples) -> tuple[list[str], int]:
-    """Return the answers to all questions about one image ("..." behind a word that is not the last) and its tokens."""
-    seen = processor.image_processor(images=[image], return_tensors="pt")
-    _, h, w = (int(v) for v in seen["image_grid_thw"][0])
+    """Return the answers to all questions about an image ("..." after a word without end token) and its token count."""
+    processed = processor.image_processor(images=[image], return_tensors="pt")
+    _, h, w = (int(v) for v in processed["image_grid_thw"][0])
     h, w = h // MERGE, w // MERGE
-    tokens = fast.tower(model.model.visual, seen["pixel_values"][None], h, w)
+    tokens = fast.tower(model.model.visual, processed["pixel_values"][None], h, w)
     asked = [Asked(e.kind, e.question, e.answer) for e in examples]
-    head = Head.of((Shown((1, h, w)),))
+    head = Head.from_shown((Shown((1, h, w)),))
     packed = pack(head, [asked], MAIN)
     language = model.model.language_model
     embeds = language.embed_tokens(packed["ids"])
-    place = torch.tensor([i for i, token in enumerate(head.ids) if token == ID["<|image_pad|>"]])
-    hidden = fast.decode(language, embeds.index_copy(1, place, tokens), packed["position"], packed["mask"])
+    positions = torch.tensor([i for i, token in enumerate(head.ids) if token == ID["<|image_pad|>"]])
+    hidden = fast.decode(language, embeds.index_copy(1, positions, tokens), packed["position"], packed["mask"])
     said = model.lm_head(hidden[0]).argmax(-1)
-    at = (packed["kind"][0] >= 0).nonzero().flatten()
-    ends = [said[i + 1] == ID["<eos>"] for i in at]
-    return [VOCAB[said[i]] + ("" if end else " ...") for i, end in zip(at, ends, strict=True)], h * w
+    answer_positions = (packed["kind"][0] >= 0).nonzero().flatten()
+    ends = [said[i + 1] == ID["<eos>"] for i in answer_positions]
+    return [VOCAB[said[i]] + ("" if end else " ...") for i, end in zip(answer_positions, ends, strict=True)], h * w
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=Path("demo/tokenprune_demo/models/demo_qwen"))
     parser.add_argument("--heldout", type=Path, default=Path("demo/tokenprune_demo/heldout_native"))
-    parser.add_argument("--images", type=int, help="only the first so many")
+    parser.add_argument("--images", type=int, help="maximum number of images")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/experiments/training/qwen/heldout_accuracy.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -76,7 +76,7 @@ def main() -> None:
         by_image[example.index].append(example)
     tally = {name: defaultdict(list) for name in ("kinds", "sizes", "backgrounds")}
     by_size, wrong, begin = defaultdict(lambda: defaultdict(list)), [], time.time()
-    for number, examples in by_image.items():
+    for index, examples in by_image.items():
         said, tokens = answers(model, processor, examples[0].image, examples)
         size = next(f"{low} to {high - 1} tokens" for low, high in SIZES if low <= tokens < high)
         for example, answer in zip(examples, said, strict=True):
@@ -86,7 +86,7 @@ def main() -> None:
             tally["backgrounds"][example.background].append(good)
             by_size[size][example.kind].append(good)
             if not good:
-                wrong.append([number, example.question, example.answer, answer])
+                wrong.append([index, example.question, example.answer, answer])
     report = {
         "checkpoint": args.checkpoint.name,
         "heldout": args.heldout.name,

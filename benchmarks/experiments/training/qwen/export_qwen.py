@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a training state's checkpoint: python experiments/training/qwen/export_qwen.py [state.pt] [folder] [dtype].
+"""Export a training state's checkpoint: python experiments/training/qwen/export_qwen.py [state.pt] [folder] [dtype].
 
-dtype: that of the numbers in the file (float32, bfloat16); they are loaded as float32 either way.
+dtype is the storage dtype of the file (float32 or bfloat16). The weights are loaded as float32 in any case.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's own computation for batches of equal grids: the same numbers as its forward, for fewer steps.
+"""The model's computation for batches of equal grids: the same values as its forward, in fewer steps.
 
-Every function reads the weights of the Hugging Face modules, so nothing has to be converted; tests/training compares
-both. Matrix products may run in bfloat16 (autocast), the residual stream and the norms stay in float32.
+Every function reads the weights of the Hugging Face modules, so no conversion is needed. tests/training compares both.
+Matrix products may run in bfloat16 (autocast). The residual stream and the norms are float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from qwen_model import CELL, MERGE, PATCH, WINDOW
 
-HALF = True  # whether matrix products are done in bfloat16 in training
+HALF = True  # whether training computes matrix products in bfloat16
 
 
 def rms(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
@@ -27,7 +27,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def to_patches(frames: torch.Tensor) -> torch.Tensor:
-    """Pairs of frames as bytes [B, 2, H, W, 3] to the processor's patches, float32 [B, H*W/64, 3*2*8*8]."""
+    """Convert pairs of frames, bytes (B, 2, H, W, 3), to the processor's patches, float32 (B, H*W/64, 3*2*8*8)."""
     b, t, height, width, c = frames.shape
     h, w = height // CELL, width // CELL
     x = frames.reshape(b, t, h, MERGE, PATCH, w, MERGE, PATCH, c).permute(0, 2, 5, 3, 6, 8, 1, 4, 7)
@@ -36,12 +36,12 @@ def to_patches(frames: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=512)
 def layout(h: int, w: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """For a grid of h x w tokens: patches of each window (padded), the way back, key mask, patch coordinates."""
+    """Return window indices of patches (padded), their inverse, the key mask and patch coordinates of an h x w grid."""
     side = WINDOW // CELL
     H, W = -(-h // side) * side, -(-w // side) * side
-    number = torch.full((H, W), -1)
-    number[:h, :w] = torch.arange(h * w).reshape(h, w)
-    cells = number.reshape(H // side, side, W // side, side).permute(0, 2, 1, 3).reshape(-1, side * side)
+    indices = torch.full((H, W), -1)
+    indices[:h, :w] = torch.arange(h * w).reshape(h, w)
+    cells = indices.reshape(H // side, side, W // side, side).permute(0, 2, 1, 3).reshape(-1, side * side)
     patches = torch.where(cells[..., None] >= 0, cells[..., None] * 4 + torch.arange(4), -1).flatten(1)  # [windows, 64]
     inside = patches.flatten() >= 0
     back = torch.empty(h * w * 4, dtype=torch.long)
@@ -53,7 +53,7 @@ def layout(h: int, w: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | N
 
 
 def attend(q, k, v, mask=None):
-    """Plain attention [B, heads, n, width]; on a CPU its gradient is several times faster than the fused kernel's."""
+    """Return attention, shape (B, heads, n, width). On a CPU, its gradient is faster than the fused kernel's."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     if mask is not None:
         scores = scores.masked_fill(~mask, -1e4)
@@ -66,8 +66,8 @@ def vision_full(x, block, cos, sin):
     qkv = F.linear(rms(x, block.norm1), attention.qkv.weight, attention.qkv.bias)
     q, k, v = qkv.view(b, n, 3, attention.num_heads, -1).unbind(2)
     q, k = (rotate(t, cos, sin).to(v.dtype).transpose(1, 2) for t in (q, k))
-    seen = attend(q, k, v.transpose(1, 2)).transpose(1, 2).reshape(b, n, d)
-    return vision_rest(x, seen, block)
+    attended = attend(q, k, v.transpose(1, 2)).transpose(1, 2).reshape(b, n, d)
+    return vision_rest(x, attended, block)
 
 
 def vision_windows(x, block, cos, sin, patches, back, mask):
@@ -80,13 +80,13 @@ def vision_windows(x, block, cos, sin, patches, back, mask):
     q, k, v = (
         t[:, patches.flatten()].reshape(b * windows, size, attention.num_heads, -1).transpose(1, 2) for t in (q, k, v)
     )
-    seen = attend(q, k, v, mask)
-    seen = seen.transpose(1, 2).reshape(b, windows * size, d)[:, back]
-    return vision_rest(x, seen, block)
+    attended = attend(q, k, v, mask)
+    attended = attended.transpose(1, 2).reshape(b, windows * size, d)[:, back]
+    return vision_rest(x, attended, block)
 
 
-def vision_rest(x, seen, block):
-    x = x + F.linear(seen, block.attn.proj.weight, block.attn.proj.bias)
+def vision_rest(x, attended, block):
+    x = x + F.linear(attended, block.attn.proj.weight, block.attn.proj.bias)
     y, mlp = rms(x, block.norm2), block.mlp
     gate = F.silu(F.linear(y, mlp.gate_proj.weight, mlp.gate_proj.bias))
     y = F.linear(gate * F.linear(y, mlp.up_proj.weight, mlp.up_proj.bias), mlp.down_proj.weight, mlp.down_proj.bias)
@@ -102,8 +102,8 @@ def decoder_layer(x, layer, cos, sin, mask):
     v = F.linear(y, attention.v_proj.weight, attention.v_proj.bias).view(b, n, -1, width)
     q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
     k, v = (t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2) for t in (k, v))
-    seen = attend(q.transpose(1, 2), k, v, mask)
-    x = x + F.linear(seen.transpose(1, 2).reshape(b, n, d), attention.o_proj.weight)
+    attended = attend(q.transpose(1, 2), k, v, mask)
+    x = x + F.linear(attended.transpose(1, 2).reshape(b, n, d), attention.o_proj.weight)
     y, mlp = rms(x, layer.post_attention_layernorm), layer.mlp
     gate = F.silu(F.linear(y, mlp.gate_proj.weight))
     return x + F.linear(gate * F.linear(y, mlp.up_proj.weight), mlp.down_proj.weight)
@@ -113,16 +113,16 @@ _functions = {"full": vision_full, "windows": vision_windows, "decoder": decoder
 
 
 def compile_all() -> None:
-    """Let the inductor fuse what lies between the matrix products (needs a C++ compiler)."""
+    """Compile the functions between matrix products with inductor (needs a C++ compiler)."""
     torch._dynamo.config.cache_size_limit = 64
     for name, function in list(_functions.items()):
         _functions[name] = torch.compile(function, dynamic=True)
 
 
 def tower(visual, patches: torch.Tensor, h: int, w: int) -> torch.Tensor:
-    """Visual tokens float32 [B, h*w, 192] of patches [B, h*w*4, 384], all of one grid."""
-    gather, back, mask, place = layout(h, w)
-    angle = (place[..., None].float() * visual.rotary_pos_emb.inv_freq).flatten(1)
+    """Return visual tokens, float32 (B, h*w, 192), of patches, (B, h*w*4, 384), with equal grids."""
+    gather, back, mask, coordinates = layout(h, w)
+    angle = (coordinates[..., None].float() * visual.rotary_pos_emb.inv_freq).flatten(1)
     angle = torch.cat([angle, angle], -1)[None, :, None]
     cos, sin = angle.cos(), angle.sin()
     x = F.linear(patches, visual.patch_embed.proj.weight.flatten(1)).float()
@@ -139,7 +139,15 @@ def tower(visual, patches: torch.Tensor, h: int, w: int) -> torch.Tensor:
 
 
 def decode(language, embeds: torch.Tensor, position: torch.Tensor, mask: torch.Tensor, states: list | None = None):
-    """Final hidden states [B, L, d]. position: [3, B, L]; mask: bool [B, 1, L, L]; states: gets those of each layer."""
+    """Return final hidden states, shape (B, L, d).
+
+    Args:
+        language: The decoder.
+        embeds: Input embeddings.
+        position: Position ids, shape (3, B, L).
+        mask: Boolean attention mask, shape (B, 1, L, L).
+        states: List that collects the hidden states of each layer.
+    """
     cos, sin = language.rotary_emb(embeds, position)
     cos, sin = cos[:, :, None], sin[:, :, None]
     x = embeds

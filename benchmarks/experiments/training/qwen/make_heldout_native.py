@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the held-out set of random sizes: every image is asked one question of each kind, answers evened out.
+"""Draw the held-out set of random image sizes: one question of each kind per image, with balanced answers.
 
-Its photographs are never used in training, and its seed is far from the seeds that training draws from.
+Training uses other photographs and distant seeds.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ANSWERS = {
 }
 
 
-def size(rng: np.random.Generator, number: int) -> tuple[int, int, float]:
-    """Width, height and scale: every tenth image has 448 x 448 pixels, the others any size and aspect up to 2:1."""
-    if number % 10 == 9:
+def size(rng: np.random.Generator, index: int) -> tuple[int, int, float]:
+    """Return width, height and scale: 448 x 448 for every tenth image, otherwise random (aspect up to 2:1)."""
+    if index % 10 == 9:
         return 448, 448, float(rng.uniform(1.1, 1.6))
     while True:
         side, aspect = np.exp(rng.uniform(np.log(136), np.log(448))), np.exp(rng.uniform(-0.69, 0.69) / 2)
@@ -46,15 +46,15 @@ def size(rng: np.random.Generator, number: int) -> tuple[int, int, float]:
             return width, height, float(np.clip(scale, 0.62, 1.6))
 
 
-def one_per_kind(rng, scene, seen: Counter, limit: dict[str, int]):
-    """One question of each kind, the scarcest answer first; None if some kind has none left within its limit."""
+def one_per_kind(rng, scene, counts: Counter, limit: dict[str, int]):
+    """Choose one question of each kind, rarest answer first. Return None if a kind has no answer below its limit."""
     chosen = []
     for kind in MAIN:
-        pool = [q for q in scene.questions if q.kind == kind and seen[kind, q.answer] < limit[kind]]
+        pool = [q for q in scene.questions if q.kind == kind and counts[kind, q.answer] < limit[kind]]
         if not pool:
             return None
-        fewest = min(seen[kind, q.answer] for q in pool)
-        pool = [q for q in pool if seen[kind, q.answer] == fewest]
+        fewest = min(counts[kind, q.answer] for q in pool)
+        pool = [q for q in pool if counts[kind, q.answer] == fewest]
         chosen.append(pool[rng.integers(len(pool))])
     return chosen
 
@@ -63,13 +63,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seed", type=int, default=20260202)
     parser.add_argument("--images", type=int, default=200)
-    parser.add_argument("--quality", type=int, default=90, help="JPEG quality, without colour subsampling")
+    parser.add_argument("--quality", type=int, default=90, help="JPEG quality, without color subsampling")
     parser.add_argument("--out", type=Path, default=Path("demo/tokenprune_demo/heldout_native"))
     args = parser.parse_args()
 
-    rng, photos, seen, rows = np.random.default_rng(args.seed), photographs("heldout"), Counter(), []
+    rng, photos, counts, rows = np.random.default_rng(args.seed), photographs("heldout"), Counter(), []
     if len(photos) != 3:
-        raise SystemExit("the held-out photographs come with scikit-image and matplotlib: install the training extra")
+        raise SystemExit("Held-out photographs are missing. Install the training extra (scikit-image and matplotlib).")
     limit = {kind: math.ceil(1.1 * args.images / n) for kind, n in ANSWERS.items()}
     fresh = args.out.with_name(f".{args.out.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -77,10 +77,10 @@ def main() -> None:
     while len(rows) < args.images:
         width, height, scale = size(rng, len(rows))
         scene = draw_native(rng, width, height, scale, photos)
-        chosen = one_per_kind(rng, scene, seen, limit)
+        chosen = one_per_kind(rng, scene, counts, limit)
         if chosen is None:
             continue
-        seen.update((q.kind, q.answer) for q in chosen)
+        counts.update((q.kind, q.answer) for q in chosen)
         name = f"images/{len(rows):03d}.jpg"
         image = Image.fromarray(scene.pixels[0])
         image.save(fresh / name, quality=args.quality, subsampling=0, optimize=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos full of moves and short appearances, and what each of their visual tokens should say about time.
+"""Videos with many motions and short appearances, and labels about time for their visual tokens.
 
-A thing that moves has its direction, and one that is there for two frames has its time, as a word of the answer on
-the visual tokens that show it. As the tower says colours in the decoder's words, and colours were looked up at once,
-so a direction or a time becomes a thing to look up. The loss says nothing about where to look.
+A moving thing has its direction, and a thing in two frames has its time, as an answer word on the visual tokens that
+show it. The model learned to look up colors quickly, because the tower encodes them as the decoder's words. With these
+labels, it can look up directions and times, too. The loss does not depend on attention.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from qwen_vocabulary import ID
 from tokenprune_demo.drawn_videos import ANSWERS, DrawnVideo, Region, draw_video
 
 IGNORE = -100
-SAID = ("direction", "when", "text", "order")  # kinds whose answers the visual tokens of their things should say
+SAID = ("direction", "when", "text", "order")  # kinds whose answers are labels of the visual tokens
 GROUPS = tuple(torch.tensor([ID[word] for word in ANSWERS[kind]]) for kind in SAID)
-# The kinds of a video, the later ones where there is room: those that need time, and four of the others.
+# The kinds of a video: first the kinds that need time, then four of the others if they fit.
 ALWAYS, OTHERS = ("direction", "when", "order", "order"), ("text", "rare", "change", "still", "when", "events")
-_TIMES = {1: 0, 3: 1, 5: 2, 6: 2}  # the first frame of a short appearance, and its answer of `when`
-LEAST = 0.35  # share of a token's cell that a thing must cover
+_TIMES = {1: 0, 3: 1, 5: 2, 6: 2}  # first frame of a short appearance -> answer index of `when`
+LEAST = 0.35  # minimum share of a token's cell that a thing covers
 
 
 def draw_moments(seed, interval: int, tokens=1600, low=7, high=10, always=ALWAYS, split="train"):
-    """Draw a batch of videos as `draws.draw_moving` does, with the labels of their visual tokens as a fourth part."""
+    """Draw a batch of videos, as `draws.draw_moving`, with the labels of their visual tokens as a fourth part."""
     rng, photos = np.random.default_rng(seed), photographs(split)
     h, w = (int(v) for v in rng.integers(low, high + 1, 2))
     videos = []
@@ -47,7 +47,7 @@ def draw_moments(seed, interval: int, tokens=1600, low=7, high=10, always=ALWAYS
 
 
 def said_by(video: DrawnVideo, h: int, w: int) -> np.ndarray:
-    """Return for each kind of `SAID` the number of the answer of each visual token, or `IGNORE`: [4, t * h * w]."""
+    """Return the answer index of each visual token for each kind of `SAID`, or `IGNORE`: shape (4, t * h * w)."""
     pairs = len(video.frames) // FRAMES
     said = np.full((len(SAID), pairs, h, w), IGNORE, np.int64)
     left, top = np.arange(w) * CELL, np.arange(h) * CELL
@@ -71,12 +71,12 @@ def said_by(video: DrawnVideo, h: int, w: int) -> np.ndarray:
 
 
 def said_loss(language, state: torch.Tensor, said: np.ndarray) -> torch.Tensor:
-    """Return the cross-entropy of what the states of the visual tokens [B, n, d] say, read as the output is."""
+    """Return the cross-entropy of visual token states, (B, n, d), with their labels, by the output layer."""
     words = fast.rms(state, language.norm)
     total = state.new_zeros(())
-    for number, group in enumerate(GROUPS):
-        target = torch.from_numpy(said[:, number])
-        here = target >= 0
-        if here.any():
-            total = total + F.cross_entropy(words[here] @ language.embed_tokens.weight[group].T, target[here])
+    for index, group in enumerate(GROUPS):
+        target = torch.from_numpy(said[:, index])
+        labeled = target >= 0
+        if labeled.any():
+            total = total + F.cross_entropy(words[labeled] @ language.embed_tokens.weight[group].T, target[labeled])
     return total

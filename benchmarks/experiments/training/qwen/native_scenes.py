@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn images of any size with named things: what tokenprune_demo.scenes draws, at native resolution.
+"""Draw images of any size with named things: the scenes of tokenprune_demo.scenes at native resolution.
 
-A scene has a width, a height and a scale: the size of what is drawn, 1 being that of the first model's 224 px images.
+A scene has a width, a height and a scale of its items. Scale 1 is the size in the first model's 224 px images.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ def _drawing(name: str, size: int, flip: bool, turn: int) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _masks(what: str, r: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shape with its outline and its inside, as bytes; `_sprite` blurs small ones by 4 x 4 boxes."""
+    """Return the masks of a shape with and without outline, as bytes. `_sprite` blurs small shapes by 4 x 4 boxes."""
     return tuple(np.asarray(mask) for mask in _sprite(what, r, 1.5 if r > 10 else 0.75))
 
 
 @lru_cache(maxsize=4096)
 def _letters(text: str, size: int, plate: bool) -> tuple[np.ndarray, np.ndarray, tuple]:
-    """Return the masks of a text and of what lies behind it (a plate or a stroke), and the ends of its letters."""
+    """Return the masks of a text and of its background (a plate or a stroke), and the extents of its letters."""
     font = ImageFont.load_default(size)
     left, top, right, bottom = font.getbbox(text)
     pad = 4 if plate else 2
     shape = (round(right - left) + 2 * pad, round(bottom - top) + 2 * pad)
     ink, behind = Image.new("L", shape), Image.new("L", shape, 255 if plate else 0)
-    at = (pad - left, pad - top)
-    ImageDraw.Draw(ink).text(at, text, fill=255, font=font)
+    origin = (pad - left, pad - top)
+    ImageDraw.Draw(ink).text(origin, text, fill=255, font=font)
     if plate:
         ImageDraw.Draw(ink).rectangle((0, 0, shape[0] - 1, shape[1] - 1), outline=255)
     else:
-        ImageDraw.Draw(behind).text(at, text, fill=255, font=font, stroke_width=2, stroke_fill=255)
-    ends = [at[0] + font.getlength(text[:n]) for n in range(len(text) + 1)]
+        ImageDraw.Draw(behind).text(origin, text, fill=255, font=font, stroke_width=2, stroke_fill=255)
+    ends = [origin[0] + font.getlength(text[:n]) for n in range(len(text) + 1)]
     return np.asarray(ink), np.asarray(behind), tuple(itertools.pairwise(ends))
 
 
 def backdrop(rng: np.random.Generator, kind: str, width: int, height: int, photos) -> np.ndarray:
-    """Return a background as bytes [height, width, 3], of the kinds of `tokenprune_demo.backgrounds`."""
+    """Return a background of a kind in `tokenprune_demo.backgrounds`, as bytes (height, width, 3)."""
     first, second = rng.integers(20, 256, 3), rng.integers(20, 256, 3)
     if kind == "plain":
         return np.broadcast_to(first.astype(np.uint8), (height, width, 3)).copy()
     if kind == "photo" and photos:
         photo = photos[rng.integers(len(photos))]
-        most = min(photo.width / width, photo.height / height)
-        zoom = rng.uniform(min(1.0, most), most)
+        max_zoom = min(photo.width / width, photo.height / height)
+        zoom = rng.uniform(min(1.0, max_zoom), max_zoom)
         w, h = min(photo.width, int(width * zoom)), min(photo.height, int(height * zoom))
         left, top = int(rng.integers(photo.width - w + 1)), int(rng.integers(photo.height - h + 1))
         crop = photo.resize((width, height), Image.BILINEAR, box=(left, top, left + w, top + h))
@@ -103,7 +103,7 @@ def backdrop(rng: np.random.Generator, kind: str, width: int, height: int, photo
 
 @dataclass
 class NativeScene:
-    """Pixels [frames, height, width, 3] (bytes), what is in them (`owner`: 1 + index of the item) and questions."""
+    """Pixels, bytes (frames, height, width, 3), items, their pixels (`owner`: 1 + index of the item), and questions."""
 
     pixels: np.ndarray
     background: str
@@ -118,9 +118,9 @@ class NativeScene:
 
 
 class Canvas:
-    """Places things on a background without overlap and keeps account of them.
+    """Place items on a background without overlap and record them.
 
-    With two frames, some things are in one of them only or lie a little apart in them.
+    With two frames, some items are in only one of them, or at shifted positions.
     """
 
     def __init__(self, rng: np.random.Generator, pixels: np.ndarray, scale: float, frames: int = 1) -> None:
@@ -151,7 +151,7 @@ class Canvas:
         return None
 
     def paste(self, box, layers) -> None:
-        """Blend (colour or pixels, mask) layers into every frame that shall show the thing."""
+        """Blend layers of (color or pixels, mask) into the frames that show the item."""
         x0, y0, x1, y1 = box
         frames, dx, dy = self.frames, 0, 0
         if len(frames) == 2 and self.rng.random() < 0.5:
@@ -180,14 +180,14 @@ class Canvas:
     def shape(self, what: str, color: str, allowed=None) -> Item | None:
         low, high = (15, 22) if what in LARGE else (6, 9)
         r = max(3, round(self.scale * self.rng.uniform(low, high)))
-        whole, inside = _masks(what, r)
-        box = self.find(whole.shape[1], whole.shape[0], allowed)
+        outline, inside = _masks(what, r)
+        box = self.find(outline.shape[1], outline.shape[0], allowed)
         if box is None:
             return None
         behind = self.frames[0][box[1] : box[3] : 3, box[0] : box[2] : 3].mean()
         fill = np.clip(np.array(COLORS[color]) + self.rng.integers(-12, 13, 3), 0, 255)
-        self.paste(box, (((15, 15, 15) if behind > 105 else (245, 245, 245), whole), (fill, inside)))
-        return self.keep(Item(what, color, box), whole)
+        self.paste(box, (((15, 15, 15) if behind > 105 else (245, 245, 245), outline), (fill, inside)))
+        return self.keep(Item(what, color, box), outline)
 
     def thing(self, name: str, allowed=None) -> Item | None:
         size = max(16, round(self.scale * self.rng.uniform(32, 50)))
@@ -220,7 +220,7 @@ def _start(rng, width, height, scale, photos, frames=1) -> tuple[Canvas, str]:
 
 
 def draw_crowd(rng: np.random.Generator, width: int, height: int, scale: float, photos=(), frames=1) -> NativeScene:
-    """Draw as many things of all sorts as there is room for: to train the tower."""
+    """Draw as many items of all sorts as fit, for training the tower."""
     canvas, where = _start(rng, width, height, scale, photos, frames)
     area = width * height / (224 * scale) ** 2
     colors = list(COLORS)
@@ -242,7 +242,7 @@ def draw_crowd(rng: np.random.Generator, width: int, height: int, scale: float, 
 def draw_native(
     rng: np.random.Generator, width: int, height: int, scale: float, photos=(), level: float = 1.0
 ) -> NativeScene:
-    """Draw one scene to be asked about. level: 0 for few things, 1 for as many as the first model's images hold."""
+    """Draw a scene for questions. `level` is 0 for few items and 1 for as many as in the first model's images."""
     canvas, where = _start(rng, width, height, scale, photos)
     colors = list(COLORS)
     twin, crowd, single, extra, _absent = (str(k) for k in rng.permutation(LARGE))
@@ -273,9 +273,9 @@ def draw_native(
     def add_pair() -> None:
         canvas.shape(single, color(), clear)
         pair = [str(c) for c in rng.choice(colors, 2, replace=False)]
-        one = canvas.shape(twin, pair[0])
-        if one and rng.random() < 0.9:
-            x, y = one.center
+        first = canvas.shape(twin, pair[0])
+        if first and rng.random() < 0.9:
+            x, y = first.center
             canvas.shape(twin, pair[1], lambda a, b: abs(a - x) > width / 4 or abs(b - y) > height / 4)
 
     def add_crowd() -> None:
@@ -285,7 +285,7 @@ def draw_native(
                 canvas.shape(what, color())
 
     parts = [add_pair, add_text, add_things, add_crowd, add_tiny]
-    if width * height < (200 * scale) ** 2:  # no room for all: take turns at being first
+    if width * height < (200 * scale) ** 2:  # not all parts fit: use a random order
         parts = [parts[i] for i in rng.permutation(5)]
     for part in parts:
         part()
@@ -304,7 +304,7 @@ def quadrant(item: Item, width: int, height: int) -> str:
 
 
 def ask(scene: NativeScene) -> list[SceneQuestion]:
-    """Every question that has one clear answer, worded as in `tokenprune_demo.scenes`, and those about things."""
+    """Return every question with one clear answer, worded as in `tokenprune_demo.scenes`, and thing questions."""
     width, height = scene.size
     groups: dict[str, list[Item]] = {}
     for item in scene.items:

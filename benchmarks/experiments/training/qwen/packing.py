@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many questions about the same images or video in one sequence, each blind to the others.
+"""Pack many questions about the same images or video into one sequence with a block mask.
 
-A question sees the prompt's beginning, what is shown, and itself, and its positions go on from there; so each is
-computed exactly as if it had been asked alone, for a fraction of the price.
+A question attends to the prompt's beginning, the visual parts and itself, and its positions continue after them. Each
+question therefore has the same result as in a separate prompt, at a fraction of the cost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def words(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Shown:
-    """One image or video in a prompt: its grid in tokens, what is written before it, positions between its times."""
+    """An image or video in a prompt: grid in tokens, text before it, and positions between its time steps."""
 
     grid: tuple[int, int, int]
     label: str = ""
@@ -39,36 +39,36 @@ class Head:
 
     ids: list[int]
     position: torch.Tensor  # [3, n]
-    after: int  # position of the next word
+    after: int  # position of the next token
 
     @classmethod
-    def of(cls, shown: Sequence[Shown]) -> Head:
+    def from_shown(cls, shown: Sequence[Shown]) -> Head:
         """Lay out a prompt's beginning as the processor and `get_rope_index` do."""
-        ids, parts, at = list(BEGIN), [], 0
+        ids, parts, next_position = list(BEGIN), [], 0
 
         def text(n: int) -> None:
-            nonlocal at
-            parts.append(torch.arange(at, at + n).expand(3, -1))
-            at += n
+            nonlocal next_position
+            parts.append(torch.arange(next_position, next_position + n).expand(3, -1))
+            next_position += n
 
         text(len(BEGIN))
-        for one in shown:
-            label = words(one.label)
+        for part in shown:
+            label = words(part.label)
             ids += [*label, ID["<|vision_start|>"]]
             text(len(label) + 1)
-            t, h, w = one.grid
-            ids += [ID["<|video_pad|>" if one.video else "<|image_pad|>"]] * (t * h * w)
-            axes = (torch.arange(t) * one.interval, torch.arange(h), torch.arange(w))
-            parts.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1) + at)
-            at += max(h, w)
+            t, h, w = part.grid
+            ids += [ID["<|video_pad|>" if part.video else "<|image_pad|>"]] * (t * h * w)
+            axes = (torch.arange(t) * part.interval, torch.arange(h), torch.arange(w))
+            parts.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1) + next_position)
+            next_position += max(h, w)
             ids.append(ID["<|vision_end|>"])
             text(1)
-        return cls(ids, torch.cat(parts, 1), at)
+        return cls(ids, torch.cat(parts, 1), next_position)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One question with its answer; weight: of each of the answer's words in the loss."""
+    """A question with its answer, and the loss weight of each answer token."""
 
     kind: str
     text: str
@@ -77,25 +77,27 @@ class Asked:
 
 
 def pack(head: Head, rows: Sequence[Sequence[Asked]], kinds: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return ids [B, L], mask [B, 1, L, L], position [3, B, L], label, weight and kind [B, L] of rows of one head.
+    """Pack rows with the same head.
 
-    The label of a position is what comes next, -100 where nothing is learned.
+    Returns:
+        ids (B, L), mask (B, 1, L, L), position (3, B, L), and label, weight and kind (B, L). The label of a position is
+        the next token, or -100 without loss.
     """
     n = len(head.ids)
     table = []
     for asked in rows:
         ids, segment, position = list(head.ids), [0] * n, []
         label, weight, kind = [-100] * n, [0.0] * n, [-1] * n
-        for number, one in enumerate(asked, 1):
-            before, answer = [*words(one.text), *ASK], words(one.answer)
+        for index, question in enumerate(asked, 1):
+            before, answer = [*words(question.text), *ASK], words(question.answer)
             ids += [*before, *answer]
             length = len(before) + len(answer)
-            segment += [number] * length
+            segment += [index] * length
             position += range(head.after, head.after + length)
             label += [-100] * (len(before) - 1) + [*answer, ID["<eos>"]]
-            last = one.weight if len(answer) > 1 else 0.1  # after one word, that is the end: easily learned
-            weight += [0.0] * (len(before) - 1) + [one.weight] * len(answer) + [last]
-            kind += [-1] * (len(before) - 1) + [kinds.index(one.kind)] * (len(answer) > 0) + [-1] * len(answer)
+            last = question.weight if len(answer) > 1 else 0.1  # the end token after one word is easy
+            weight += [0.0] * (len(before) - 1) + [question.weight] * len(answer) + [last]
+            kind += [-1] * (len(before) - 1) + [kinds.index(question.kind)] * (len(answer) > 0) + [-1] * len(answer)
         table.append((ids, segment, position, label, weight, kind))
     length = max(len(row[0]) for row in table)
 

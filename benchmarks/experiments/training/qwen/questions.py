@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which questions are asked about a drawn image in training: the benchmark's kinds, and helpers that are easier.
+"""Choose training questions about a drawn image: the benchmark's kinds, and easier helper questions.
 
-The helpers are ordinary questions ("list all stars from left to right.") whose answers hold the steps that the
-benchmark's kinds need; no attention is led.
+Helpers are ordinary questions ("list all stars from left to right.") whose answers contain intermediate steps of the
+benchmark's kinds. No loss guides the attention.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COUNT_WEIGHT = {"0": 1.0, "1": 1.0, "2": 1.3, "3": 3.5, "4": 3.5}
 
 
 def helpers(rng: np.random.Generator, scene: NativeScene) -> list[Asked]:
-    """Return the questions of `HELPERS` that have one clear answer in a scene."""
+    """Return the questions of `HELPERS` with one clear answer in a scene."""
     width, height = scene.size
     out = []
     for what in (*LARGE, *TINY):
@@ -58,8 +58,8 @@ def helpers(rng: np.random.Generator, scene: NativeScene) -> list[Asked]:
         if len(group) == 1:
             tiny = "tiny " if what in TINY else ""
             for axis, word in ((1, "row"), (0, "column")):
-                place = int(group[0].center[axis]) // CELL
-                out.append(Asked("row", f"which {word} is the {tiny}{what}?", " ".join(str(place)), 0.7))
+                index = int(group[0].center[axis]) // CELL
+                out.append(Asked("row", f"which {word} is the {tiny}{what}?", " ".join(str(index)), 0.7))
         if len(group) == 1 and clear_of_middle(*group[0].center, width, height):
             tiny = "tiny " if what in TINY else ""
             x, y = group[0].center
@@ -88,7 +88,7 @@ def helpers(rng: np.random.Generator, scene: NativeScene) -> list[Asked]:
 
 
 def choose(rng: np.random.Generator, scene: NativeScene, mix: dict[str, int]) -> list[Asked]:
-    """Return up to `mix[kind]` questions of each kind, with the answers of presence and count evened out."""
+    """Choose up to `mix[kind]` questions of each kind, with balanced answers for presence and count."""
     pools: dict[str, list[Asked]] = {}
     for q in scene.questions:
         pools.setdefault(q.kind, []).append(Asked(q.kind, q.text, q.answer))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second demo model: an ordinary Qwen2.5-VL checkpoint of 4.8 million parameters, its vocabulary and processor."""
+"""The second demo model: a Qwen2.5-VL checkpoint with 4.8 million parameters, its vocabulary and processor."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from transformers import (
 from qwen_vocabulary import ID, VOCAB
 
 PATCH, MERGE, FRAMES = 8, 2, 2
-CELL = PATCH * MERGE  # pixels of one visual token
-WINDOW = 64  # pixels of one attention window of the tower
+CELL = PATCH * MERGE  # pixels per side of a visual token
+WINDOW = 64  # pixels per side of an attention window of the tower
 
 
 def build_model(seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
-    """Return the untrained model."""
+    """Build the untrained model."""
     torch.manual_seed(seed)
     special = {"pad_token_id": ID["<pad>"], "bos_token_id": ID["<bos>"], "eos_token_id": ID["<eos>"]}
     config = Qwen2_5_VLConfig(
@@ -71,7 +71,7 @@ def build_model(seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
         **special,
     )
     model = Qwen2_5_VLForConditionalGeneration(config)
-    with torch.no_grad():  # both frames of a pair weigh the same at first
+    with torch.no_grad():  # both frames of a pair start with equal weights
         weight = model.model.visual.patch_embed.proj.weight
         torch.nn.init.normal_(weight, std=0.05)
         weight[:, :, 1] = weight[:, :, 0]
@@ -90,7 +90,7 @@ CHAT_TEMPLATE = (
 
 
 def build_processor() -> Qwen2_5_VLProcessor:
-    """Return a word-level tokenizer, the image and video processors and the chat template in one processor."""
+    """Build a processor with a word-level tokenizer, image and video processors and the chat template."""
     words = Tokenizer(WordLevel(ID, unk_token="<unk>"))
     words.normalizer = Lowercase()
     words.pre_tokenizer = Split(Regex(r"\w+(?:-\w+)*|[^\w\s]"), behavior="removed", invert=True)
@@ -122,13 +122,13 @@ def build_processor() -> Qwen2_5_VLProcessor:
 
 
 def export(model: Qwen2_5_VLForConditionalGeneration, folder: Path) -> None:
-    """Save model and processor; the folder is swapped in whole, so that readers never see half a checkpoint."""
+    """Save model and processor. The folder is replaced atomically, so readers never see a partial checkpoint."""
     folder = Path(folder)
     fresh, old = (folder.with_name(f".{folder.name}.{tag}") for tag in ("new", "old"))
     for path in (fresh, old):
         shutil.rmtree(path, ignore_errors=True)
     model.save_pretrained(fresh)
-    config = fresh / "config.json"  # it names the dtype of the loaded model, whatever the file has
+    config = fresh / "config.json"  # has the dtype of the loaded model instead of the file's
     config.write_text(config.read_text(encoding="utf-8").replace('"bfloat16"', '"float32"'), encoding="utf-8")
     build_processor().save_pretrained(fresh)
     readme = folder / "README.md"

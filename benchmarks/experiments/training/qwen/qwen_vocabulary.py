@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All words of the second demo model: of images, named things, videos and views, and spare ids for later."""
+"""Vocabulary of the second demo model: words for images, named things, videos and views, and spare ids."""
 
 from __future__ import annotations
 
 from tokenprune_demo.scenes import COLORS, LARGE, POSITIONS, TINY, WORDS
 
-# A word for each drawing, and its code point in Noto Color Emoji.
+# Name of each drawing, and its code point in Noto Color Emoji.
 THINGS = {
     name: int(code, 16)
     for name, code in (
@@ -66,7 +66,7 @@ def _all() -> list[str]:
         *LATER,
     ]
     words = list(dict.fromkeys(words))
-    return [*words, *(f"<extra{i}>" for i in range(SIZE - len(words)))]  # spare rows: no later word needs a new one
+    return [*words, *(f"<extra{i}>" for i in range(SIZE - len(words)))]  # spare rows for later words
 
 
 VOCAB = _all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training scripts share: log, resumable state, learning rate, batches drawn by one worker process."""
+"""Shared parts of the training scripts: log, resumable state, learning rate, and batches from worker processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 class Log:
-    """JSON lines of the run, its clock, and the state to go on from."""
+    """JSON lines of the run, its clock, and the state to continue from."""
 
     def __init__(self, path: Path, run: Path) -> None:
         self.path, self.state_path, self.begin, self.before = path, run / "state.pt", time.time(), 0.0
@@ -31,7 +31,7 @@ class Log:
         print(line, flush=True)
 
     def save(self, stage: str, step: int, optimizer=None, **modules) -> None:
-        """Keep weights, optimizer, clock and the number of the next batch; a reader never sees half a file."""
+        """Save weights, optimizer, clock and the index of the next batch. The file is replaced atomically."""
         self.steps[stage] = step
         state = {name: module.state_dict() for name, module in modules.items()}
         state |= {"steps": self.steps, "clock": self.clock(), "optimizer": optimizer and optimizer.state_dict()}
@@ -42,12 +42,12 @@ class Log:
         state = torch.load(self.state_path)
         for name, module in modules.items():
             if name in state:
-                module.load_state_dict(state[name], strict=name == "model")  # a head may have grown
+                module.load_state_dict(state[name], strict=name == "model")  # a head may have more outputs than before
         self.steps, self.before = state["steps"], state["clock"]
         return state
 
     def start_from(self, checkpoint: Path, model: torch.nn.Module) -> dict:
-        """Take the weights of an exported checkpoint, and clock and steps of the last line of the log."""
+        """Load the weights of an exported checkpoint, and clock and steps of the log's last line."""
         model.load_state_dict(type(model).from_pretrained(checkpoint).state_dict())
         last = json.loads(self.path.read_text(encoding="utf-8").splitlines()[-1])
         self.before, self.steps = last["time"], {last["stage"]: last["step"]}
@@ -55,21 +55,21 @@ class Log:
 
 
 def rate(progress: float, step: int, decay: float, warm: int = 60) -> float:
-    """Trapezoid: warm-up over `warm` steps, flat, then a linear fall to 3 % over the last `decay` of the stage."""
+    """Return a trapezoid: warm-up over `warm` steps, flat, then a linear fall to 3 % over the last `decay`."""
     return min(1.0, (step + 1) / warm) * max(0.03, min(1.0, (1 - progress) / decay))
 
 
 def _work(queue, draw: Callable, key: tuple, start: int, settings: dict) -> None:
     os.setpriority(os.PRIO_PROCESS, 0, 5)
     torch.set_num_threads(1)
-    number = start
+    index = start
     while True:
-        queue.put(draw((*key, number), **settings))
-        number += 1
+        queue.put(draw((*key, index), **settings))
+        index += 1
 
 
 class Batches:
-    """Iterator over `draw(seed, **settings)` for seeds (*key, start), (*key, start + 1), ..., drawn ahead."""
+    """Iterator over `draw(seed, **settings)` for seeds (*key, start), (*key, start + 1), ..., drawn in advance."""
 
     def __init__(self, draw: Callable, key: tuple, start: int, workers: int = 1, **settings) -> None:
         context = mp.get_context("spawn")

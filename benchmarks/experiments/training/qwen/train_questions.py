@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 2: train the language model (and, if asked, the tower) to answer questions about images and videos."""
+"""Stage 2: train the language model (optionally with the tower) on questions about images and videos."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from running import Batches, Log, rate
 
 SHIPPED = Path(__file__).parents[4] / "demo/tokenprune_demo/models/demo_qwen"
 PADS = (ID["<|image_pad|>"], ID["<|video_pad|>"])
-SAID_WEIGHT = 5.0  # of what visual tokens say of directions and times, beside the losses of `PlaceHead`
-ROOM = 4096  # positions of a batch: beyond, the compiled functions are compiled anew
+SAID_WEIGHT = 5.0  # loss weight of direction and time labels on visual tokens, relative to `PlaceHead`
+ROOM = 4096  # maximum positions of a batch; larger batches would recompile the functions
 
 
 class PlaceHead(nn.Module):
-    """Reads off each visual token in the middle of the decoder its row, its column and the number of its image or pair
-    of frames, and off the mark behind the image how many rows and columns there were; only to train, not exported."""
+    """Predict positions from the decoder's middle layer, for training only; the head is not exported.
+
+    From each visual token: its row, its column, and the index of its image or pair of frames. From the end mark of an
+    image: its number of rows and columns.
+    """
 
     LAYER, MOST = 2, 32
 
@@ -40,22 +43,22 @@ class PlaceHead(nn.Module):
         self.number = nn.Linear(192, self.MOST)
 
     def loss(self, state: torch.Tensor, shown, visual: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy of all five. state: [B, L, d] after `LAYER`; visual: positions of the visual tokens."""
-        rows, columns, numbers, at, ends, total, times = [], [], [], 0, [], 0.0, 0
-        for one in shown:
-            t, h, w = one.grid
+        """Return the cross-entropy of all five. `state` is (B, L, d) after `LAYER`, `visual` are visual positions."""
+        rows, columns, numbers, num_tokens, ends, total, times = [], [], [], 0, [], 0.0, 0
+        for part in shown:
+            t, h, w = part.grid
             numbers.append(torch.arange(times, times + t).repeat_interleave(h * w))
             times += t
             rows.append(torch.arange(h).repeat_interleave(w).repeat(t))
             columns.append(torch.arange(w).repeat(t * h))
-            at += t * h * w
-            ends.append(int(visual[at - 1]) + 1)
-        size = torch.tensor([one.grid[1:] for one in shown]).repeat(len(state), 1)
-        for head, place, target in (
+            num_tokens += t * h * w
+            ends.append(int(visual[num_tokens - 1]) + 1)
+        size = torch.tensor([part.grid[1:] for part in shown]).repeat(len(state), 1)
+        for head, positions, target in (
             (self.place, visual, torch.stack([torch.cat(rows), torch.cat(columns)], 1).repeat(len(state), 1)),
             (self.size, torch.tensor(ends), size),
         ):
-            said = head(F.rms_norm(state[:, place], (state.shape[-1],))).flatten(0, 1).view(-1, 2, self.MOST)
+            said = head(F.rms_norm(state[:, positions], (state.shape[-1],))).flatten(0, 1).view(-1, 2, self.MOST)
             total = total + F.cross_entropy(said.flatten(0, 1), target.flatten())
         if times > 1:
             said = self.number(F.rms_norm(state[:, visual], (state.shape[-1],))).flatten(0, 1)
@@ -64,7 +67,7 @@ class PlaceHead(nn.Module):
 
 
 def see(model, pixels: np.ndarray, learn: bool) -> torch.Tensor:
-    """Visual tokens [B, n, 192] of frames as bytes [B, images or pairs of frames, 1 or 2, H, W, 3]."""
+    """Return visual tokens, (B, n, 192), of frames, bytes (B, images or pairs of frames, 1 or 2, H, W, 3)."""
     pixels = torch.from_numpy(pixels)
     b, height, width = len(pixels), *pixels.shape[-3:-1]
     h, w = height // CELL, width // CELL
@@ -78,24 +81,24 @@ def see(model, pixels: np.ndarray, learn: bool) -> torch.Tensor:
 
 
 def answer(model, tokens: torch.Tensor, packed: dict[str, torch.Tensor], states: list | None = None) -> torch.Tensor:
-    """Logits at every position that has a label."""
+    """Return logits at every labeled position."""
     language = model.model.language_model
     embeds = F.embedding(packed["ids"], language.embed_tokens.weight)
-    place = packed["visual"]
-    embeds = embeds.index_copy(1, place, tokens)
+    visual = packed["visual"]
+    embeds = embeds.index_copy(1, visual, tokens)
     with torch.autocast("cpu", torch.bfloat16, enabled=fast.HALF):
         hidden = fast.decode(language, embeds, packed["position"], packed["mask"], states)
     return hidden[packed["label"] != -100] @ language.embed_tokens.weight.T
 
 
 def prepared(shown, rows) -> dict[str, torch.Tensor]:
-    head = Head.of(shown)
+    head = Head.from_shown(shown)
     packed = pack(head, rows, KINDS)
     packed["visual"] = torch.tensor([i for i, token in enumerate(head.ids) if token in PADS])
     return packed
 
 
-def losses(model, batch, learn_tower: bool, place: PlaceHead | None = None):
+def losses(model, batch, learn_tower: bool, place_head: PlaceHead | None = None):
     pixels, shown, rows, *said = batch
     packed = prepared(shown, rows)
     while packed["ids"].numel() > ROOM:
@@ -108,10 +111,10 @@ def losses(model, batch, learn_tower: bool, place: PlaceHead | None = None):
     each = F.cross_entropy(logits, packed["label"][where], reduction="none")
     weight = packed["weight"][where]
     loss = (each * weight).sum() / weight.sum()
-    if place is None:
+    if place_head is None:
         return (loss, 0.0), logits, packed
-    state = states[place.LAYER - 1]
-    extra = place.loss(state, shown, packed["visual"])
+    state = states[place_head.LAYER - 1]
+    extra = place_head.loss(state, shown, packed["visual"])
     if said:
         extra = extra + SAID_WEIGHT * said_loss(
             model.model.language_model, state[:, packed["visual"]], said[0][: len(rows)]
@@ -121,7 +124,7 @@ def losses(model, batch, learn_tower: bool, place: PlaceHead | None = None):
 
 @torch.no_grad()
 def evaluate(model, draws) -> dict[str, float]:
-    """Share of right first words by kind, on fresh drawings over photographs never trained on."""
+    """Return the share of right first words by kind, on new drawings over held-out photographs."""
     right, total = np.zeros(len(KINDS)), np.zeros(len(KINDS))
     for batch in draws:
         _, logits, packed = losses(model, batch, False)
@@ -136,7 +139,7 @@ def evaluate(model, draws) -> dict[str, float]:
 
 @torch.no_grad()
 def prepare(model) -> None:
-    """Quieten the decoder's blocks and bring visual tokens to the size of the words' embeddings, once."""
+    """Scale down the decoder's block outputs, and scale visual tokens to the size of word embeddings, once."""
     language, merger = model.model.language_model, model.model.visual.merger
     for layer in language.layers:
         layer.self_attn.o_proj.weight *= 0.3
@@ -156,35 +159,35 @@ def main() -> None:
     add("--seconds", type=float, default=2400)
     add("--lr", type=float, default=1e-3)
     add("--tower-lr", type=float, default=0.0, help="learning rate of the tower as a share of --lr; 0: frozen")
-    add("--decay", type=float, default=0.1, help="last share of the time in which the rate falls")
+    add("--decay", type=float, default=0.1, help="share of the time with a falling rate, at the end")
     add("--tokens", type=int, default=1200, help="visual tokens per step")
-    add("--low", type=int, default=7, help="least height and width in tokens")
-    add("--high", type=int, default=10, help="greatest height and width of most images")
-    add("--large", type=float, default=0.05, help="share of batches with greater images")
-    add("--most", type=int, default=14, help="greatest height and width of those")
-    add("--level", type=float, default=0.0, help="least fullness of a scene; 1: as full as the benchmark's")
-    add("--square", type=float, default=0.0, help="share of image batches of 128 x 128 pixels")
-    add("--videos", type=float, default=0.0, help="share of batches of videos")
-    add("--moments", type=float, default=0.0, help="share of batches of videos full of moves and short appearances")
-    add("--several", type=float, default=0.0, help="share of batches of several images a prompt")
+    add("--low", type=int, default=7, help="minimum height and width in tokens")
+    add("--high", type=int, default=10, help="maximum height and width of most images")
+    add("--large", type=float, default=0.05, help="share of batches with larger images")
+    add("--most", type=int, default=14, help="maximum height and width of larger images")
+    add("--level", type=float, default=0.0, help="minimum fullness of a scene; 1: as full as the benchmark's")
+    add("--square", type=float, default=0.0, help="share of image batches with 128 x 128 pixels")
+    add("--videos", type=float, default=0.0, help="share of video batches")
+    add("--moments", type=float, default=0.0, help="share of video batches with many motions and short appearances")
+    add("--several", type=float, default=0.0, help="share of batches with several images per prompt")
     add("--mix", default="", help="questions per image, such as position=3,count=1 (others keep their default)")
     add("--eval-seconds", type=float, default=240)
     add("--run", type=Path, default=Path("runs/demo_qwen"))
     add("--log", type=Path, default=Path("benchmarks/experiments/training/qwen/log.jsonl"))
-    add("--stop", type=Path, default=Path("runs/stop"), help="a file whose presence ends the stage")
+    add("--stop", type=Path, default=Path("runs/stop"), help="the stage ends when this file exists")
     add("--compile", type=int, default=1)
     add("--shipped", action="store_true", help="start from the shipped checkpoint and the clock of the log")
-    add("--fresh", action="store_true", help="start the language model anew from the tower's state")
+    add("--fresh", action="store_true", help="restart the language model from the tower's state")
     add("--place", type=float, default=0.1, help="weight of the loss of PlaceHead")
-    add("--note", default="", help="why this stretch was begun, for the log")
+    add("--note", default="", help="reason for this run, for the log")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model, head, place, log = build_model(args.seed), CellHead(), PlaceHead(), Log(args.log, args.run)
-    state = log.start_from(SHIPPED, model) if args.shipped else log.load(model=model, head=head, place=place)
+    model, head, place_head, log = build_model(args.seed), CellHead(), PlaceHead(), Log(args.log, args.run)
+    state = log.start_from(SHIPPED, model) if args.shipped else log.load(model=model, head=head, place=place_head)
     if args.fresh:
         prepare(model)
     visual, language = model.model.visual, model.model.language_model
-    groups = [{"params": [*language.parameters(), *place.parameters()], "share": 1.0}]
+    groups = [{"params": [*language.parameters(), *place_head.parameters()], "share": 1.0}]
     if args.tower_lr:
         groups.append({"params": list(visual.parameters()), "share": args.tower_lr})
     optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.02, betas=(0.9, 0.98))
@@ -219,7 +222,7 @@ def main() -> None:
         before = time.time()
         batch = next(source)
         waited += time.time() - before
-        (loss, extra), _, _ = losses(model, batch, bool(args.tower_lr), place)
+        (loss, extra), _, _ = losses(model, batch, bool(args.tower_lr), place_head)
         optimizer.zero_grad(set_to_none=True)
         (loss + args.place * extra).backward()
         where = extra.item() if where is None else 0.97 * where + 0.03 * extra.item()
@@ -241,11 +244,11 @@ def main() -> None:
             accuracy = evaluate(model, held)
             losses_now = {"loss": round(mean, 4), "place": round(where, 3), "waited": round(waited)}
             log.write(stage="questions", step=step, **losses_now, accuracy=accuracy)
-            log.save("questions", step, optimizer, model=model, head=head, place=place)
+            log.save("questions", step, optimizer, model=model, head=head, place=place_head)
             last = time.time()
     batches.close()
     log.write(event="end", stage="questions", step=step, loss=round(mean, 4), accuracy=evaluate(model, held))
-    log.save("questions", step, optimizer, model=model, head=head, place=place)
+    log.save("questions", step, optimizer, model=model, head=head, place=place_head)
 
 
 if __name__ == "__main__":

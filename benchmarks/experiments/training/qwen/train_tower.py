@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 1: train the vision tower and its merger to name what lies in every cell, at random sizes."""
+"""Stage 1: train the vision tower and its merger to name the content of every cell, at random sizes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from running import Batches, Log, rate
 
 
 def choose_scale(rng: np.random.Generator, height: int, width: int) -> float:
-    """Random size of what is drawn; small images hold small things more often."""
+    """Return a random scale of drawn items. Small images have small items more often."""
     side = (height * width) ** 0.5
     return float(np.exp(rng.uniform(np.log(0.6), np.log(np.clip(side / 130, 1.0, 1.6)))))
 
 
-def draw_cells(seed, tokens: int = 1500, low=7, high=13, large=0.08, most=22, pairs=0.2, split="train"):
-    """One batch of equal size: frames as bytes [B, 1 or 2, H, W, 3], labels and letters of every cell."""
+def draw_cells(seed, tokens: int = 1500, low=7, high=13, large=0.08, max_side=22, pairs=0.2, split="train"):
+    """Draw a batch of one size: frames, bytes (B, 1 or 2, H, W, 3), and labels and letters of every cell."""
     rng, photos = np.random.default_rng(seed), photographs(split)
-    h, w = grid(rng, low, high, large, most)
+    h, w = grid(rng, low, high, large, max_side)
     frames = 1 + int(rng.random() < pairs)
     scenes = [
         draw_crowd(rng, w * CELL, h * CELL, choose_scale(rng, h * CELL, w * CELL), photos, frames)
@@ -49,10 +49,10 @@ def run_batch(model, head, batch):
 
 @torch.no_grad()
 def evaluate(model, head, batches: int = 12) -> dict[str, float]:
-    """Share of cells read rightly on fresh images over photographs never trained on."""
+    """Return the share of right cells on new images over held-out photographs."""
     tally: dict[str, list[int]] = {}
-    for number in range(batches):
-        out, labels, _ = run_batch(model, head, draw_cells((987, number), 1000, pairs=0.0, split="heldout"))
+    for index in range(batches):
+        out, labels, _ = run_batch(model, head, draw_cells((987, index), 1000, pairs=0.0, split="heldout"))
         for name, (right, n) in head.accuracy(out, labels).items():
             before = tally.get(name, [0, 0])
             tally[name] = [before[0] + right, before[1] + n]
@@ -65,12 +65,12 @@ def main() -> None:
     add("--seed", type=int, default=0)
     add("--seconds", type=float, default=1800)
     add("--lr", type=float, default=1.5e-3)
-    add("--decay", type=float, default=0.5, help="last share of the time in which the rate falls")
+    add("--decay", type=float, default=0.5, help="share of the time with a falling rate, at the end")
     add("--tokens", type=int, default=1500, help="visual tokens per step")
     add("--eval-seconds", type=float, default=150)
     add("--run", type=Path, default=Path("runs/demo_qwen"))
     add("--log", type=Path, default=Path("benchmarks/experiments/training/qwen/log.jsonl"))
-    add("--stop", type=Path, default=Path("runs/stop"), help="a file whose presence ends the stage")
+    add("--stop", type=Path, default=Path("runs/stop"), help="the stage ends when this file exists")
     add("--compile", type=int, default=1)
     add("--resume", action="store_true")
     args = parser.parse_args()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what ships of demo_smol from a training state: the tower, the projector, and the change of the decoder.
+"""Export the shipped parts of demo_smol from a training state: tower, projector, and changes of the decoder.
 
 python experiments/training/smol/export_smol.py --tower runs/demo_smol_tower/state.pt --state runs/demo_smol/state.pt
 """
@@ -35,7 +35,7 @@ def main() -> None:
     os.replace(fresh, args.out / "parts.safetensors")
     model, _ = assemble(*load_decoder(), build_tower().config)
     model.config.architectures = [type(model).__name__]
-    model.config.text_config._name_or_path = ""  # a path of the machine
+    model.config.text_config._name_or_path = ""  # remove a path of this machine
     model.config.save_pretrained(args.out)
     print(f"{sum(w.numel() for w in kept.values()) / 1e6:.1f} M numbers in {args.out}")
 

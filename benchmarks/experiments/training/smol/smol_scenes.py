@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of 336 x 336 pixels for the third demo model: drawn shapes, photographs with things on them, pages, charts.
+"""Draw images of 336 x 336 pixels for the third demo model: shapes, photographs with items, pages, and charts.
 
-Each scene is of one of `SORTS`. Photographs come from installed packages and from the Debian package
-lomiri-wallpapers-16.04, unpacked below the folder that TOKENPRUNE_PHOTOS names ("/" where it is installed).
+Each scene has a sort in `SORTS`. Photographs come from installed packages and from the Debian package
+lomiri-wallpapers-16.04, unpacked in the folder named by TOKENPRUNE_PHOTOS ("/" if it is installed).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZE = 336
 SORTS = ("shapes", "photo", "sparse", "sign", "document", "chart")
 WEIGHTS = (0.34, 0.24, 0.16, 0.1, 0.08, 0.08)
 KINDS = ("colour", "presence", "position", "count", "digits", "word", "thing", "sparse", "document", "chart")
-# Those that no photograph below shows; each differs from the others at 36 pixels.
+# Things that no photograph below shows, and that differ from each other at 36 pixels.
 NAMES = tuple(
     "rabbit panda lion cow pig frog monkey penguin owl bee butterfly snail spider turtle octopus crab fish elephant "
     "giraffe cactus mushroom apple banana strawberry pineapple carrot pizza burger cake donut bicycle airplane "
@@ -53,15 +53,16 @@ SMOL_PHOTOS = {
         _DEBIAN + "life_by_Aitzol_Berasategi.jpg",
     ),
 }
-# Cups are round, bricks square, and flags have stars: over a photograph only these are counted or may be absent.
+# Photographs have round cups, square bricks and flags with stars. Over a photograph, only these shapes are counted or
+# may be absent.
 UNLIKE_PHOTOS = ("triangle",)
 _TEXT_SIZES = (9, 10, 11)
 
 
 @cache
 def photographs(split: str = "train") -> tuple[Image.Image, ...]:
-    """Return the photographs of a split, 448 to 672 pixels on the shorter side; absent ones are left out."""
-    found = []
+    """Return the installed photographs of a split, resized to 448 to 672 pixels on the shorter side."""
+    photos = []
     for name in SMOL_PHOTOS[split]:
         package, _, rest = name.partition("/")
         if name.startswith(_DEBIAN):
@@ -75,12 +76,12 @@ def photographs(split: str = "train") -> tuple[Image.Image, ...]:
             with Image.open(path) as file:
                 photo = file.convert("RGB")
             scale = float(np.clip(min(photo.size), 448, 672)) / min(photo.size)
-            found.append(photo.resize((round(photo.width * scale), round(photo.height * scale)), Image.LANCZOS))
-    return tuple(found)
+            photos.append(photo.resize((round(photo.width * scale), round(photo.height * scale)), Image.LANCZOS))
+    return tuple(photos)
 
 
 def draw(rng: np.random.Generator, photos: Sequence[Image.Image] = (), kind_of_scene: str | None = None) -> NativeScene:
-    """Draw one scene of a sort with its questions: one of `SORTS` (None: any), or "crowds", for training."""
+    """Draw a scene with its questions, of a sort in `SORTS` (None: random) or "crowds" (for training)."""
     sort = kind_of_scene or SORTS[int(rng.choice(len(SORTS), p=WEIGHTS))]
     return {
         "shapes": _shapes,
@@ -94,7 +95,7 @@ def draw(rng: np.random.Generator, photos: Sequence[Image.Image] = (), kind_of_s
 
 
 def draw_crowd(rng: np.random.Generator, photos: Sequence[Image.Image] = ()) -> NativeScene:
-    """Draw as many things of all sorts as there is room for, or a page, or a chart: to train the tower."""
+    """Draw as many items of all sorts as fit, or a page, or a chart, for training the tower."""
     sort = rng.random()
     if sort < 0.2:
         return _document(rng, photos) if sort < 0.1 else _chart(rng, photos)
@@ -146,27 +147,27 @@ def _a(name: str) -> str:
 
 
 def _read(items: Sequence[Item]) -> list[SceneQuestion]:
-    """Return what can be read, where there is one of its kind."""
+    """Return questions about a digit or sign that appears once."""
     out = []
     for what, kind, text in (
         ("digit", "digits", "which digit is written?"),
         ("sign", "word", "what does the sign say?"),
     ):
-        found = [item for item in items if item.what == what]
-        if len(found) == 1:
-            out.append(_ask(kind, text, found[0].value, found[0]))
+        matches = [item for item in items if item.what == what]
+        if len(matches) == 1:
+            out.append(_ask(kind, text, matches[0].value, matches[0]))
     return out
 
 
 def _presence(rng: np.random.Generator, present: dict[str, list[Item]], absent: Sequence[str]) -> list[SceneQuestion]:
-    """Return as many questions about what is there as about what is not."""
+    """Return equally many questions about present and absent names."""
     count = min(len(present), len(absent), 2)
     yes = [_ask("presence", f"is there {_a(name)}?", "yes", *present[name]) for name in _some(rng, present, count)]
     return yes + [_ask("presence", f"is there {_a(name)}?", "no") for name in _some(rng, absent, count)]
 
 
 def _groups(items: Sequence[Item]) -> dict[str, list[Item]]:
-    """Return the items by what they are called: a shape, or a thing's name."""
+    """Return the items by shape or thing name."""
     groups: dict[str, list[Item]] = {}
     for item in items:
         if item.what in LARGE or item.what == "thing":
@@ -175,7 +176,7 @@ def _groups(items: Sequence[Item]) -> dict[str, list[Item]]:
 
 
 def _look_up(groups: dict[str, list[Item]]) -> list[SceneQuestion]:
-    """Return colours and places of what is there once."""
+    """Return color and position questions about items that appear once."""
     out = []
     for name, group in groups.items():
         if len(group) == 1:
@@ -187,7 +188,7 @@ def _look_up(groups: dict[str, list[Item]]) -> list[SceneQuestion]:
 
 
 def _shapes(rng: np.random.Generator, photos) -> NativeScene:
-    """Three to eight large shapes on any background, a digit and a sign; one shape is there up to four times."""
+    """Draw three to eight large shapes on any background, a digit and a sign. One shape appears up to four times."""
     canvas, where = _start(rng, photos, BACKGROUNDS[int(rng.choice(4, p=(0.2, 0.2, 0.3, 0.3)))])
     fair = UNLIKE_PHOTOS if where == "photo" else LARGE
     crowd, count = _one(rng, fair), int(rng.integers(5))
@@ -199,29 +200,32 @@ def _shapes(rng: np.random.Generator, photos) -> NativeScene:
     canvas.text("digit", str(rng.integers(10)))
     canvas.text("sign", _one(rng, WORDS))
     groups = _groups(canvas.items)
-    there = groups.get(crowd, [])
+    crowd_items = groups.get(crowd, [])
     questions = [*_look_up(groups), *_read(canvas.items)]
-    questions.append(_ask("count", f"how many {crowd}s?", str(len(there)), *there))
+    questions.append(_ask("count", f"how many {crowd}s?", str(len(crowd_items)), *crowd_items))
     known = {what: group for what, group in groups.items() if what in fair}
     questions += _presence(rng, known, [what for what in fair if what not in groups])
     return _scene(canvas, where, questions)
 
 
 def _crowds(rng: np.random.Generator, photos) -> NativeScene:
-    """One to three shapes, each up to four times, on any background but a photograph; all shapes are counted."""
+    """Draw one to three shapes, each up to four times, on a drawn background, with count questions for all shapes."""
     canvas, where = _start(rng, (), BACKGROUNDS[int(rng.choice(3))])
     kinds = _some(rng, LARGE, int(rng.integers(1, 4)))
     for what in rng.permutation([what for what in kinds for _ in range(int(rng.integers(1, 5)))]):
         canvas.scale = float(rng.uniform(1.2, 1.55))
         canvas.shape(str(what), _one(rng, COLORS))
     groups = _groups(canvas.items)
-    there = {what: groups.get(what, []) for what in LARGE}
-    questions = [_ask("count", f"how many {what}s?", str(len(found)), *found) for what, found in there.items()]
+    by_shape = {what: groups.get(what, []) for what in LARGE}
+    questions = [
+        _ask("count", f"how many {what}s?", str(len(shape_items)), *shape_items)
+        for what, shape_items in by_shape.items()
+    ]
     return _scene(canvas, where, [*_look_up(groups), *questions])
 
 
 def _photo(rng: np.random.Generator, photos) -> NativeScene:
-    """Two to four things and shapes on a photograph, at varied sizes."""
+    """Draw two to four things and shapes of varied sizes on a photograph."""
     canvas, where = _start(rng, photos, "photo")
     things = int(rng.integers(1, 4))
     names = [*_some(rng, NAMES, things), *_some(rng, LARGE, int(rng.integers(things == 1, 3 - (things == 3))))]
@@ -246,7 +250,7 @@ def _photo(rng: np.random.Generator, photos) -> NativeScene:
 
 
 def _sparse(rng: np.random.Generator, photos) -> NativeScene:
-    """Only one thing or shape on a photograph: one to six hundredths of the image."""
+    """Draw one thing or shape on a photograph, covering 1 to 6 % of the image."""
     canvas, where = _start(rng, photos, "photo")
     if rng.random() < 0.5:
         canvas.scale = float(rng.uniform(0.95, 1.8))
@@ -259,11 +263,11 @@ def _sparse(rng: np.random.Generator, photos) -> NativeScene:
 
 
 def _sign(rng: np.random.Generator, photos) -> NativeScene:
-    """A word, a digit or both, on a photograph."""
+    """Draw a word, a digit or both on a photograph."""
     canvas, where = _start(rng, photos, "photo")
     which = int(rng.integers(3))
-    for number, (what, text) in enumerate((("sign", _one(rng, WORDS)), ("digit", str(rng.integers(10))))):
-        if which in (number, 2):
+    for index, (what, text) in enumerate((("sign", _one(rng, WORDS)), ("digit", str(rng.integers(10))))):
+        if which in (index, 2):
             canvas.scale = float(rng.uniform(1.3, 2.4))
             canvas.text(what, text)
     return _scene(canvas, where, _read(canvas.items))
@@ -284,7 +288,7 @@ def _line(text: str, size: int) -> np.ndarray:
 
 
 def _blend(pixels: np.ndarray, color, mask: np.ndarray) -> None:
-    """Paint a colour through a mask onto pixels, in place."""
+    """Paint a color through a mask onto pixels, in place."""
     part = np.float32(1 / 255) * mask[..., None]
     pixels[:] = (pixels + (np.asarray(color, np.float32) - pixels) * part).astype(np.uint8)
 
@@ -295,7 +299,7 @@ def _paper(rng: np.random.Generator, dark: bool) -> np.ndarray:
 
 
 def _print(canvas: Canvas, what: str, text: str, size: int, ink, x: int, y: int) -> Item:
-    """Write a text on the page at a place."""
+    """Write a text on the page."""
     mask, _, ends = _letters(text, size, False)
     h, w = mask.shape
     x = min(x, SIZE - w)
@@ -305,7 +309,7 @@ def _print(canvas: Canvas, what: str, text: str, size: int, ink, x: int, y: int)
 
 
 def _document(rng: np.random.Generator, photos) -> NativeScene:
-    """A page of small grey lines of the licence, with a title and a page number."""
+    """Draw a page with gray lines of the license text, a title and a page number."""
     dark = bool(rng.random() < 0.2)
     canvas = Canvas(rng, _paper(rng, dark), 1.5)
     size, margin = int(rng.choice(_TEXT_SIZES)), int(rng.choice((12, 18, 24, 30)))
@@ -317,25 +321,25 @@ def _document(rng: np.random.Generator, photos) -> NativeScene:
     )
     foot = int(rng.integers(20, 29))
     column = (margin, SIZE // 2 - foot // 2, SIZE - margin - foot)[rng.integers(3)]
-    number = _print(
+    page_number = _print(
         canvas, "digit", str(rng.integers(1, 10)), foot, ink, column, SIZE - foot - int(rng.integers(6, 16))
     )
     lines = _lines((SIZE - 2 * margin) * 2 // size)
-    y, at = title.box[3] + int(rng.integers(6, 20)), int(rng.integers(len(lines)))
-    while y + size + 8 < number.box[1]:
-        if rng.random() > 0.1:  # else the end of a paragraph
-            strip = _line(lines[at % len(lines)], size)[:, : SIZE - 2 * margin]
+    y, line_index = title.box[3] + int(rng.integers(6, 20)), int(rng.integers(len(lines)))
+    while y + size + 8 < page_number.box[1]:
+        if rng.random() > 0.1:  # otherwise the end of a paragraph
+            strip = _line(lines[line_index % len(lines)], size)[:, : SIZE - 2 * margin]
             _blend(canvas.frames[0][y : y + strip.shape[0], margin : margin + strip.shape[1]], grey, strip)
-        at, y = at + 1, y + size + 3
+        line_index, y = line_index + 1, y + size + 3
     questions = (
         _ask("document", "what is the title?", title.value, title),
-        _ask("document", "what is the page number?", number.value, number),
+        _ask("document", "what is the page number?", page_number.value, page_number),
     )
     return _scene(canvas, "document", questions)
 
 
 def _chart(rng: np.random.Generator, photos) -> NativeScene:
-    """Three to five coloured bars of clearly different heights; each is an item "bar" with its colour."""
+    """Draw three to five colored bars of clearly different heights. Each is an item "bar" with its color."""
     dark = bool(rng.random() < 0.25)
     canvas = Canvas(rng, _paper(rng, dark), 1.5)
     count, left, top = int(rng.integers(3, 6)), int(rng.integers(24, 60)), int(rng.integers(16, 60))
@@ -349,8 +353,8 @@ def _chart(rng: np.random.Generator, photos) -> NativeScene:
     heights = rng.permutation(np.cumsum(rng.uniform(0.09, 0.9 / count, count)) + rng.uniform(0.02, 0.1))
     step, thick = (right - left) / count, rng.uniform(0.45, 0.85)
     bars, colors = [], _some(rng, COLORS, count)
-    for number, (high, color) in enumerate(zip(heights, colors, strict=True)):
-        x = int(left + step * (number + 0.5 - thick / 2))
+    for index, (high, color) in enumerate(zip(heights, colors, strict=True)):
+        x = int(left + step * (index + 0.5 - thick / 2))
         box = x, int(bottom - high * (bottom - top)), int(x + thick * step), bottom
         fill = np.clip(np.array(COLORS[color]) + rng.integers(-12, 13, 3), 0, 255)
         pen.rectangle((box[0], box[1], box[2] - 1, box[3] - 1), fill=tuple(fill.tolist()), outline=ink)
@@ -366,16 +370,16 @@ def _chart(rng: np.random.Generator, photos) -> NativeScene:
 
 
 def _cell(item: Item) -> str:
-    """Return the row and the column of an item's centre, of six each."""
+    """Return the row and column of an item's center on a 6 x 6 grid."""
     x, y = item.center
     return f"{'abcdef'[min(5, int(6 * y / SIZE))]}{1 + min(5, int(6 * x / SIZE))}"
 
 
 def sentence(scene: NativeScene, question: SceneQuestion) -> str:
-    """Return the answer in a sentence that says again what was asked about, and that ends in the answer.
+    """Return the answer as a sentence that repeats the question's noun and ends with the answer.
 
-    The decoder can then copy what stands beside the same word in the image, which is what it has learned from text. It
-    counts by pointing, from top to bottom: "stars: b2, d5: 2", rows a to f and columns 1 to 6.
+    The decoder can then copy the words next to the same noun in the image, as in text. It counts by listing
+    positions from top to bottom: "stars: b2, d5: 2", with rows a to f and columns 1 to 6.
     """
     kind, text, answer = question.kind, question.text.rstrip("?"), question.answer
     if kind in ("colour", "position", "chart") or text.startswith(("what color is the", "where is the")):
@@ -386,8 +390,8 @@ def sentence(scene: NativeScene, question: SceneQuestion) -> str:
         return f"the sign says {answer}"
     if kind == "count":
         asked = text.removeprefix("how many ")
-        found = sorted(_cell(item) for item in scene.items if f"{item.what}s" == asked)
-        return ": ".join([asked, ", ".join(found) or "none", answer])
+        cells = sorted(_cell(item) for item in scene.items if f"{item.what}s" == asked)
+        return ": ".join([asked, ", ".join(cells) or "none", answer])
     if kind == "presence":
         return f"{text.removeprefix('is there ')}: {answer}"
     return f"{text.removeprefix('which thing is ').replace('shown', 'the thing')}: {answer}"

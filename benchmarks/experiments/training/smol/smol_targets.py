@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 1: the labels of every patch of 14 x 14 pixels, and the linear head that reads them off the tower."""
+"""Stage 1: labels of every patch of 14 x 14 pixels, and the linear head that predicts them from the tower."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _SORT, _COLOR = ({name: i for i, name in enumerate(names)} for names in (SORTS, 
 
 
 def patch_labels(scene: NativeScene) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return labels [head, patch], the sorts present [sort], and the share of letters in the patches of signs.
+    """Return labels (heads, patches), present sorts (sorts,), and shares of letters in the patches of signs.
 
-    A patch that an item merely grazes has no label; letters are -1 outside signs.
+    Patches at the edge of an item have no label. Letters are -1 outside signs.
     """
     n, size = len(scene.items), GRID * GRID
     cells = scene.owner.reshape(GRID, PATCH, GRID, PATCH).transpose(0, 2, 1, 3).reshape(size, -1).astype(np.int64)
@@ -66,7 +66,7 @@ def _spell(letters: np.ndarray, item) -> None:
 
 
 class PatchHead(nn.Module):
-    """Read labels, row and column of each patch, letters of signs, and from CLS the sorts present, linearly."""
+    """Linear heads: labels, row and column of each patch, letters of signs, and present sorts from CLS."""
 
     def __init__(self, width: int = 192) -> None:
         super().__init__()
@@ -74,12 +74,15 @@ class PatchHead(nn.Module):
         self.patch, self.cls = nn.Linear(width, sum(self.sizes.values())), nn.Linear(width, len(SORTS))
 
     def read(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return logits of each head [batch x patch, classes] from the tower's output [batch, 1 + patch, width]."""
+        """Return each head's logits (batch x patches, classes) from the tower's output (batch, 1 + patches, width)."""
         parts = self.patch(hidden[:, 1:]).flatten(0, 1).split([*self.sizes.values()], -1)
         return dict(zip(self.sizes, parts, strict=True))
 
     def loss(self, hidden, labels, present, letters) -> torch.Tensor:
-        """Return the sum of the heads' losses; what is drawn weighs the same however little of it there is."""
+        """Return the sum of the heads' losses.
+
+        Drawn items and background have equal weight for any number of patches.
+        """
         out, parts = self.read(hidden), {}
         for i, name in enumerate(HEADS):
             target = labels[:, i].flatten().long()
@@ -101,7 +104,7 @@ class PatchHead(nn.Module):
 
     @torch.no_grad()
     def right(self, hidden, labels, present) -> dict[str, list[int]]:
-        """Return how many labels of each sort are read rightly, and of how many."""
+        """Return the number of right and of all labels of each sort."""
         out, result = self.read(hidden), {}
         target = {name: labels[:, i].flatten().long() for i, name in enumerate(HEADS)}
         sort, large, tiny = target["sort"], 1 + len(LARGE), 1 + len(SHAPES)
@@ -116,6 +119,6 @@ class PatchHead(nn.Module):
         }
         for name, (key, here) in groups.items():
             result[name] = [int((out[key].argmax(-1) == target[key])[here].sum()), int(here.sum())]
-        there = present > 0
-        result["present"] = [int((self.cls(hidden[:, 0]) > 0)[there].sum()), int(there.sum())]
+        present_mask = present > 0
+        result["present"] = [int((self.cls(hidden[:, 0]) > 0)[present_mask].sum()), int(present_mask.sum())]
         return result

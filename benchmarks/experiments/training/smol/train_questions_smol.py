@@ -30,7 +30,7 @@ from tokenprune_demo.scenes import LARGE, SceneQuestion
 from tokenprune_demo.smol import assemble, load_decoder
 from train_tower_smol import build_tower, draw_batch, to_pixels
 
-# How many questions of a kind are asked of an image, and the share of each sort of scene; of other kinds one.
+# Questions of each kind per image (others: one), and the share of each sort of scene.
 MIX = {"presence": 2, "colour": 1, "position": 1, "count": 6, "thing": 3, "chart": 2, "document": 2}
 SORTS = {
     "shapes": 0.14, "crowds": 0.4, "photo": 0.26, "sparse": 0.04, "sign": 0.04, "document": 0.05, "chart": 0.07
@@ -38,33 +38,33 @@ SORTS = {
 
 
 def choose(rng: np.random.Generator, scene, questions, mix: dict[str, int]) -> list[tuple[str, str, str]]:
-    """Return up to `mix[kind]` of the questions of each kind; of presence as many yes as no."""
+    """Choose up to `mix[kind]` questions of each kind, with as many "yes" as "no" for presence."""
     kinds: dict[str, list] = {}
     for question in questions:
         kinds.setdefault(question.kind, []).append(question)
     chosen = []
     for kind, group in kinds.items():
-        most = mix.get(kind, 1)
-        first = {"presence": ("yes",), "count": tuple("234")}.get(kind, ())  # as many of these as of the others
+        max_questions = mix.get(kind, 1)
+        first = {"presence": ("yes",), "count": tuple("234")}.get(kind, ())  # balanced with the other answers
         parts = [[q for q in group if (q.answer in first) == said] for said in (True, False)] if first else [group]
         for part in parts:
-            chosen += [part[i] for i in rng.permutation(len(part))[: max(1, most // len(parts))]]
+            chosen += [part[i] for i in rng.permutation(len(part))[: max(1, max_questions // len(parts))]]
     order = [chosen[i] for i in rng.permutation(len(chosen))]
     return [(q.kind, q.text, sentence(scene, q)) for q in order]
 
 
 def counts(rng: np.random.Generator, scene) -> list[SceneQuestion]:
-    """Return two questions about how often a shape is there that the scene does not count yet; it may be absent."""
+    """Return two count questions that the scene does not have yet. The shapes may be absent."""
     fair = UNLIKE_PHOTOS if scene.background == "photo" else tuple(LARGE)
     asked = {question.text for question in scene.questions}
-    number = {what: sum(item.what == what for item in scene.items) for what in fair}
-    questions = [SceneQuestion("count", f"how many {what}s?", str(n), ()) for what, n in number.items()]
+    num_items = {what: sum(item.what == what for item in scene.items) for what in fair}
+    questions = [SceneQuestion("count", f"how many {what}s?", str(n), ()) for what, n in num_items.items()]
     fresh = [question for question in questions if question.text not in asked]
     return [fresh[i] for i in rng.permutation(len(fresh))[:2]]
 
 
 def draw_questions(seed, size: int = 6, split: str = "train", mix: dict[str, int] | None = None):
-    """Return pixels as bytes [B, H, W, 3] and the questions asked about each image."""
+    """Draw pixels, bytes (B, H, W, 3), and the questions about each image."""
     rng, photos = np.random.default_rng(seed), photographs(split)
     pixels, rows = [], []
     while len(rows) < size:
@@ -78,7 +78,7 @@ def draw_questions(seed, size: int = 6, split: str = "train", mix: dict[str, int
 
 
 class Subject:
-    """The parts of the model in training: a frozen tower, the projector, the decoder with its adapters."""
+    """The parts of the model in training: a frozen tower, the projector, and the decoder with its adapters."""
 
     def __init__(self, rank: int, decoder=None, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         if decoder is None:
@@ -91,12 +91,12 @@ class Subject:
         self.low_rank = adapt(decoder, rank)
 
     def features(self, pixels: np.ndarray) -> torch.Tensor:
-        """Return the tower's output of images [B, patch, width]."""
+        """Return the tower's output of images, shape (B, patches, width)."""
         with torch.no_grad():
             return self.tower(to_pixels(pixels)).last_hidden_state[:, 1:]
 
     def visual(self, features: torch.Tensor, pool: int) -> torch.Tensor:
-        """Return visual tokens [B, n, width of the decoder]; pool: the side of the squares that are averaged."""
+        """Return visual tokens, (B, n, decoder width). `pool` is the side of the squares that are averaged."""
         visual = self.projector(features)
         if pool == 1:
             return visual
@@ -105,15 +105,15 @@ class Subject:
         return visual.reshape(b, side, pool, side, pool, d).mean((2, 4)).flatten(1, 2)
 
     def logits(self, pixels: np.ndarray, rows, pool: int):
-        """Return logits at the labelled places, and the packed questions."""
+        """Return logits at labeled positions, and the packed questions."""
         packed = self.packer.pack(rows, (GRID // pool) ** 2)
         visual = self.visual(self.features(pixels), pool)
         return answer_logits(self.decoder, visual, packed, len(self.packer.before)), packed
 
     def align(self, images: int, steps: int) -> float:
         features, labels = [], []
-        for number in range(images // 16):
-            pixels, label, _, _ = draw_batch((5, number), 16)
+        for index in range(images // 16):
+            pixels, label, _, _ = draw_batch((5, index), 16)
             features.append(self.features(pixels))
             labels.append(torch.from_numpy(label))
         return align(self.projector, Goals(self.words), torch.cat(features), torch.cat(labels), steps)
@@ -121,10 +121,10 @@ class Subject:
 
 @torch.no_grad()
 def evaluate(subject: Subject, pool: int, batches: int = 8, size: int = 8) -> dict[str, float]:
-    """Return the share of answers all of whose tokens are right, on fresh images over photographs never trained on."""
+    """Return the share of answers with all tokens right, on new images over held-out photographs."""
     right: dict[str, list[bool]] = {}
-    for number in range(batches):
-        pixels, rows = draw_questions((987, number), size, "heldout")
+    for index in range(batches):
+        pixels, rows = draw_questions((987, index), size, "heldout")
         logits, packed = subject.logits(pixels, rows, pool)
         where = packed["label"] != -100
         good, number_of = logits.argmax(-1) == packed["label"][where], packed["number"][where]
@@ -144,16 +144,16 @@ def main() -> None:
     add("--rank", type=int, default=16)
     add("--lr", type=float, default=1e-3)
     add("--projector-lr", type=float, default=2e-4)
-    add("--decay", type=float, default=0.3, help="last share of the time in which the rates fall")
-    add("--batch", type=int, default=6, help="images a step")
-    add("--pool", type=int, default=3, help="side of the squares of patches that are averaged: 1, 2, 3 or 4")
+    add("--decay", type=float, default=0.3, help="share of the time with falling rates, at the end")
+    add("--batch", type=int, default=6, help="images per step")
+    add("--pool", type=int, default=3, help="side of the squares of averaged patches: 1, 2, 3 or 4")
     add("--tower", type=Path, default=Path("runs/demo_smol_tower/state.pt"))
-    add("--begin", type=Path, help="adapters to begin with")
+    add("--begin", type=Path, help="adapters to start from")
     add("--eval-seconds", type=float, default=240)
     add("--threads", type=int, default=1)
     add("--run", type=Path, default=Path("runs/demo_smol"))
     add("--log", type=Path, default=Path("benchmarks/experiments/training/smol/log.jsonl"))
-    add("--stop", type=Path, default=Path("runs/stop"), help="a file whose presence ends the stage")
+    add("--stop", type=Path, default=Path("runs/stop"), help="the stage ends when this file exists")
     add("--resume", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -208,7 +208,7 @@ def main() -> None:
 
 
 class Holder:
-    """A dictionary that `Log.save` can keep among modules."""
+    """A dictionary with the interface of a module, for `Log.save`."""
 
     def __init__(self, state: dict) -> None:
         self.state = state

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 1: train the vision tower of demo_smol, which begins as demo_vlm's with its positions stretched to 24 x 24."""
+"""Stage 1: train the vision tower of demo_smol, starting from demo_vlm's with positions interpolated to 24 x 24."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE = GRID * PATCH
 
 
 def build_tower() -> CLIPVisionModel:
-    """Return demo_vlm's tower for images of 336 pixels: its 16 x 16 positions are stretched."""
+    """Build demo_vlm's tower for images of 336 pixels, with interpolated position embeddings."""
     import tokenprune_demo
 
     folder = Path(tokenprune_demo.__file__).parent / "models" / "demo_vlm"
@@ -45,14 +45,14 @@ def build_tower() -> CLIPVisionModel:
 
 
 def draw_batch(seed, size: int = 12, split: str = "train"):
-    """Return pixels as bytes [B, H, W, 3], labels, sorts present and letters of one batch."""
+    """Draw a batch: pixels, bytes (B, H, W, 3), labels, present sorts and letters."""
     rng, photos = np.random.default_rng(seed), photographs(split)
     scenes = [draw_crowd(rng, photos) for _ in range(size)]
     return np.stack([s.pixels[0] for s in scenes]), *(np.stack(x) for x in zip(*map(patch_labels, scenes), strict=True))
 
 
 def to_pixels(pixels: np.ndarray) -> torch.Tensor:
-    """Return the numbers that the image processor gives: bytes to -1 ... 1, channels first."""
+    """Return the values of the image processor: -1 to 1, channels first."""
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
 
 
@@ -63,10 +63,10 @@ def run_batch(tower: nn.Module, batch):
 
 @torch.no_grad()
 def evaluate(tower: nn.Module, head: PatchHead, batches: int = 8) -> dict[str, float]:
-    """Return the share of labels read rightly on fresh images over photographs never trained on."""
+    """Return the share of right labels on new images over held-out photographs."""
     tally: dict[str, list[int]] = {}
-    for number in range(batches):
-        hidden, labels, present, _ = run_batch(tower, draw_batch((987, number), split="heldout"))
+    for index in range(batches):
+        hidden, labels, present, _ = run_batch(tower, draw_batch((987, index), split="heldout"))
         for name, pair in head.right(hidden, labels, present).items():
             tally[name] = [a + b for a, b in zip(tally.get(name, [0, 0]), pair, strict=True)]
     return {name: round(right / max(n, 1), 3) for name, (right, n) in tally.items()}
@@ -78,12 +78,12 @@ def main() -> None:
     add("--seed", type=int, default=0)
     add("--seconds", type=float, default=1800)
     add("--lr", type=float, default=1e-3)
-    add("--decay", type=float, default=0.5, help="last share of the time in which the rate falls")
+    add("--decay", type=float, default=0.5, help="share of the time with a falling rate, at the end")
     add("--batch", type=int, default=12)
     add("--eval-seconds", type=float, default=240)
     add("--run", type=Path, default=Path("runs/demo_smol_tower"))
     add("--log", type=Path, default=Path("benchmarks/experiments/training/smol/log.jsonl"))
-    add("--stop", type=Path, default=Path("runs/stop"), help="a file whose presence ends the stage")
+    add("--stop", type=Path, default=Path("runs/stop"), help="the stage ends when this file exists")
     add("--resume", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)

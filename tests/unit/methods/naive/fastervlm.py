@@ -18,4 +18,10 @@ def naive(tokens: VisualTokens, image: int) -> list[int]:
     return sorted(kept + others[: tokens.keep[image] - len(kept)])
 
 
-ROWS = {"fastervlm": Tower(naive=naive, unchanged=("unit of attention", "order of heads", "tokens"))}
+ROWS = {
+    "fastervlm": Tower(
+        naive=naive,
+        papers=(((24, 24), 29), ((24, 24), 288), ((48, 60), 320), ((48, 60), 1000)),
+        unchanged=("unit of attention", "order of heads", "tokens"),
+    )
+}

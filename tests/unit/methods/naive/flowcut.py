@@ -24,9 +24,9 @@ def tokens_of(layout: Any, keep: list[int], seed: int = 0, power: int = 1, dtype
     return tower_tokens(layout, keep, encoder_flow={layer: one.to(dtype) for layer, one in flow.items()})
 
 
-def naive_tile(flow: dict[float, list[list[float]]], tile: list[int], number: int) -> tuple[list[int], list[int]]:
-    """Steps 1 to 3 of the description: what is left, and how many were behind each block."""
-    left, score, counts = list(tile), dict.fromkeys(tile, 0.0), []
+def naive_tile(flow: dict[float, list[list[float]]], tile: list[int], number: int) -> list[int]:
+    """Steps 1 to 3 of the description: the kept patches."""
+    left, score = list(tile), dict.fromkeys(tile, 0.0)
     for block, layer in enumerate(LAYERS):
         attention, alike, size = flow[layer]
         mass, likeness = sum(attention[i] for i in left), sum(alike[i] for i in left)
@@ -41,15 +41,14 @@ def naive_tile(flow: dict[float, list[list[float]]], tile: list[int], number: in
             sharp = 1 - (entropy / math.log(max(len(left), 2))) ** 2
             gone = round((len(left) - number) / math.sqrt(remaining) * sharp)
             left = best(left, score, max(len(left) - gone, number))
-        counts.append(len(left))
-    return left, counts
+    return left
 
 
 def naive(tokens: VisualTokens, image: int) -> list[int]:
     flow = {layer: tokens.encoder_flow(layer)[image].double().tolist() for layer in LAYERS}
     tiles, others = tiles_of(tokens, image)
     numbers = parts([len(tile) for tile in tiles], tokens.keep[image])
-    kept = [i for tile, number in zip(tiles, numbers, strict=True) for i in naive_tile(flow, tile, number)[0]]
+    kept = [i for tile, number in zip(tiles, numbers, strict=True) for i in naive_tile(flow, tile, number)]
     return sorted(kept + others[: tokens.keep[image] - len(kept)])
 
 

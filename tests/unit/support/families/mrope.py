@@ -19,6 +19,7 @@ from zoo import (
     VISION,
     Family,
     InputImage,
+    grid_image,
     noise,
     qwen_config,
     qwen_image,
@@ -53,15 +54,6 @@ def glm(name: str, text: dict, **vision) -> Family:
         image_start_token_id=START, image_end_token_id=END, video_start_token_id=TILE, video_end_token_id=TILE + 1,
     )  # fmt: skip
     return Family(name, config, qwen_image, GRIDS, video=glm_video, types="mm_token_type_ids", mixes=False)
-
-
-# PaddleOCR-VL: patches of one frame, as little images.
-
-
-def paddle_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    h, w = size
-    pixels = {"pixel_values": noise(h * w, 3, 4, 4, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
-    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
 # HunYuan-VL: features for begin, end and each end of a row stand among those of the image.
@@ -108,7 +100,7 @@ def _families() -> list[Family]:
                     vision_config=dict(hidden_size=VISION, intermediate_size=64, num_hidden_layers=2,
                                        num_attention_heads=2, image_size=32, patch_size=4),
                     video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END),
-               paddle_image, GRIDS, types="mm_token_type_ids"),
+               grid_image(3, 4, 4), GRIDS, types="mm_token_type_ids"),
         Family("hunyuan_vl",
                dict(text_config={**TEXT, "head_dim": HEAD_DIM,
                                  "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2, 2]}},

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from families.plain import LLAMA, QWEN2, SIGLIP
-from zoo import BREAK, END, HIDDEN, IMAGE, START, TEXT, VIDEO, VISION, Family, InputImage, noise
+from zoo import BREAK, END, HIDDEN, IMAGE, START, TEXT, VIDEO, VISION, Family, InputImage, grid_image, noise
 
 SAM = dict(
     hidden_size=VISION, output_channels=VISION, num_hidden_layers=2, num_attention_heads=2, patch_size=4,
@@ -54,13 +54,8 @@ def fuyu_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
 
 
 def llama3_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    h, w = size
-    pixels = {
-        "pixel_values": noise(h * w, 3 * 4**2, g=g),
-        "image_grid_thw": torch.tensor([[1, h, w]]),
-        "image_merge_sizes": torch.tensor([2]),
-    }
-    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
+    image = grid_image(3 * 4**2)(size, g, _)
+    return InputImage(image.ids, image.pixels | {"image_merge_sizes": torch.tensor([2])})
 
 
 def llama3_video(g: torch.Generator, frames: int | None) -> InputImage:

@@ -148,14 +148,6 @@ def idefics2_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
     }
 
 
-# DeepSeek-VL (hybrid): one image at two resolutions.
-
-
-def hybrid_image(size: int, g: torch.Generator, _: int) -> InputImage:
-    pixels = {"pixel_values": noise(1, 3, 24, 24, g=g), "high_res_pixel_values": noise(1, 3, size, size, g=g)}
-    return InputImage([IMAGE] * 36, pixels)
-
-
 GOT_TOWER = dict(
     hidden_size=VISION, output_channels=16, num_hidden_layers=2, num_attention_heads=2, image_size=128, patch_size=8,
     window_size=2, global_attn_indexes=[1], mlp_dim=64,

@@ -61,5 +61,4 @@ _ALL_REFUSED = [
     Refused("udop"), Refused("vision-encoder-decoder"),
 ]  # fmt: skip
 
-
 REFUSED: dict[str, Refused] = {refused.kind: refused for refused in _ALL_REFUSED}

@@ -6,37 +6,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
+from families import special_inputs as shown
 from families.mrope import THINKER, omni_video
-from families.special_inputs import (
-    apertus_image,
-    chameleon_image,
-    edge_video,
-    emu_image,
-    ernie_image,
-    ernie_video,
-    gemma3n_image,
-    gemma4_collate,
-    gemma4_image,
-    granite_image,
-    kimi_image,
-    lfm2_collate,
-    lfm2_image,
-    llama4_image,
-    minicpm_collate,
-    minicpm_image,
-    minicpm_ocr_image,
-    molmo_collate,
-    molmo_image,
-    molmo_video,
-    nemotron_image,
-    stamped_video,
-    step_image,
-    unified_image,
-)
 from zoo import (
     BREAK,
     END,
@@ -88,7 +61,9 @@ def calm_scores(model: PreTrainedModel) -> None:
 def qwen35(name: str, **text: Any) -> Family:
     config = qwen_config([4, 2, 2], QWEN3_VISION, head_dim=HEAD_DIM, **LINEAR, **text)
     config["text_config"]["rope_parameters"]["partial_rotary_factor"] = 1.0
-    return Family(name, config, qwen_image, GRIDS, video=stamped_video, types="mm_token_type_ids", settle=calm_states)
+    return Family(
+        name, config, qwen_image, GRIDS, video=shown.stamped_video, types="mm_token_type_ids", settle=calm_states
+    )
 
 
 # Gemma 4: patches of each image on an axis of its own with their places beside them, 2 x 2 averaged to a token.
@@ -103,7 +78,7 @@ def gemma4(
     name: str,
     model_type: str = "gemma4",
     vision: dict[str, Any] | None = None,
-    image: Any = gemma4_image,
+    image: Any = shown.gemma4_image,
     sizes: tuple[Any, ...] = ((8, 12), (8, 6), (4, 12)),
     **text: Any,
 ) -> Family:
@@ -121,44 +96,11 @@ def gemma4(
         config,
         image,
         sizes,
-        collate=gemma4_collate,
+        collate=shown.gemma4_collate,
         types="mm_token_type_ids",
         model_type=model_type,
         settle=calm_scores,
     )
-
-
-# Llama 4: a tile of 16 tokens each with a separator behind it, then the whole image.
-
-
-# LFM2-VL: patches on an axis of their own, 2 x 2 of them joined to a token.
-
-
-# Gemma 3n: always 16 tokens, of a convolutional tower.
-
-
-# Gemma 4 without a tower: a token is a patch.
-
-
-# Granite 4 Vision: LLaVA-NeXT's images, with windows of 2 x 2 patches joined to a token.
-
-
-# Kimi K2.5: patches as little images.
-
-
-# MiniCPM-V 4.6: patches of all images, of one size, in a strip; 4 x 4 of them joined to a token.
-
-
-# Nemotron-H Omni: patches of all images on an axis. No video: transformers 5.19 fails on the features of one.
-
-
-# Step 3.7: crops of 4 tokens, then the whole image in 16.
-
-
-# Emu 3: pixels become ids of the vocabulary, 4 x 4 of them one, and a row ends with one more.
-
-
-# Chameleon: all images are of one size, a code for 4 x 4 pixels.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -383,39 +325,42 @@ def _families() -> list[Family]:
                global_head_dim=2 * HEAD_DIM, num_global_key_value_heads=1, attention_k_eq_v=True),
         gemma4("gemma4_moe", hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4, top_k_experts=2,
                moe_intermediate_size=32),
-        Family("llama4", chunked, llama4_image, (1, 2, 0), decoder="language_model.model"),
-        Family("lfm2_vl", lfm2, lfm2_image, GRIDS, collate=lfm2_collate),
-        Family("gemma3n", gemma3n, gemma3n_image, (128,)),
+        Family("llama4", chunked, shown.llama4_image, (1, 2, 0), decoder="language_model.model"),
+        Family("lfm2_vl", lfm2, shown.lfm2_image, GRIDS, collate=shown.lfm2_collate),
+        Family("gemma3n", gemma3n, shown.gemma3n_image, (128,)),
         gemma4("gemma4_unified", "gemma4_unified",
                dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=VISION, mm_posemb_size=32,
                     output_proj_dims=VISION),
-               image=unified_image, sizes=((4, 6), (4, 3), (2, 6))),
-        Family("granite4_vision", granite, granite_image, ((16, 32), (32, 8), (8, 32)), collate=anyres_collate),
-        Family("kimi_k25", kimi, kimi_image, GRIDS),
+               image=shown.unified_image, sizes=((4, 6), (4, 3), (2, 6))),
+        Family("granite4_vision", granite, shown.granite_image, ((16, 32), (32, 8), (8, 32)), collate=anyres_collate),
+        Family("kimi_k25", kimi, shown.kimi_image, GRIDS),
         Family("qwen3_omni_moe_thinker", omni, qwen_image, GRIDS, decoder=THINKER, video=omni_video),
         Family("exaone4_5", exaone, qwen_image, GRIDS, video=qwen_video),
         Family("hyperclovax_vision_v2", clova, qwen_image, GRIDS, video=qwen_video),
-        Family("minicpmv4_6", minicpm, minicpm_image, ((16, 16),), collate=minicpm_collate, settle=calm_states),
-        Family("minicpmv4_7", {**minicpm, **marks}, minicpm_image, ((16, 16),), collate=minicpm_collate,
+        Family("minicpmv4_6", minicpm, shown.minicpm_image, ((16, 16),), collate=shown.minicpm_collate,
+               settle=calm_states),
+        Family("minicpmv4_7", {**minicpm, **marks}, shown.minicpm_image, ((16, 16),), collate=shown.minicpm_collate,
                settle=calm_states, types="mm_token_type_ids"),
-        Family("nemotron_h_omni", nemotron, nemotron_image, GRIDS, decoder="language_model.model"),
-        Family("cosmos3_omni", cosmos, qwen_image, GRIDS, video=stamped_video, types="mm_token_type_ids"),
-        Family("cosmos3_edge", edge, ernie_image, GRIDS, video=edge_video, types="mm_token_type_ids"),
+        Family("nemotron_h_omni", nemotron, shown.nemotron_image, GRIDS, decoder="language_model.model"),
+        Family("cosmos3_omni", cosmos, qwen_image, GRIDS, video=shown.stamped_video, types="mm_token_type_ids"),
+        Family("cosmos3_edge", edge, shown.ernie_image, GRIDS, video=shown.edge_video, types="mm_token_type_ids"),
         Family("cohere_compass", compass, qwen_image, GRIDS, types="mm_token_type_ids"),
         Family("muse_glimmer", muse, qwen_image, GRIDS, video=qwen_video),
-        Family("minicpm_ocr", minicpm, minicpm_ocr_image, ((8, 8),), collate=minicpm_collate, settle=calm_states),
+        Family("minicpm_ocr", minicpm, shown.minicpm_ocr_image, ((8, 8),), collate=shown.minicpm_collate,
+               settle=calm_states),
         Family("muse_spark", spark, qwen_image, GRIDS, video=qwen_video),
         Family("lfm3_vl", lfm3, qwen_image, GRIDS, video=qwen_video),
-        Family("molmo2", molmo, molmo_image, (2, 1), video=molmo_video, collate=molmo_collate,
+        Family("molmo2", molmo, shown.molmo_image, (2, 1), video=shown.molmo_video, collate=shown.molmo_collate,
                types="mm_token_type_ids", mixes=False),
-        Family("step3p7", step, step_image, (2, 0, 3)),
-        Family("emu3", emu, emu_image, ((16, 24), (24, 16), (16, 16)), decoder="model.text_model"),
-        Family("apertus1p5", apertus, apertus_image, ((16, 24), (24, 16), (16, 16)),
+        Family("step3p7", step, shown.step_image, (2, 0, 3)),
+        Family("emu3", emu, shown.emu_image, ((16, 24), (24, 16), (16, 16)), decoder="model.text_model"),
+        Family("apertus1p5", apertus, shown.apertus_image, ((16, 24), (24, 16), (16, 16)),
                eager=("vision_config", "audio_config")),
-        Family("chameleon", chameleon, chameleon_image, (16,), decoder="model"),
-        Family("chameleon_swin", {**chameleon, "swin_norm": True}, chameleon_image, (16,), decoder="model",
+        Family("chameleon", chameleon, shown.chameleon_image, (16,), decoder="model"),
+        Family("chameleon_swin", {**chameleon, "swin_norm": True}, shown.chameleon_image, (16,), decoder="model",
                model_type="chameleon"),
-        ErnieFamily("ernie4_5_vl_moe", ernie, ernie_image, GRIDS, video=ernie_video, types="mm_token_type_ids"),
+        ErnieFamily("ernie4_5_vl_moe", ernie, shown.ernie_image, GRIDS, video=shown.ernie_video,
+                    types="mm_token_type_ids"),
     ]  # fmt: skip
 
 

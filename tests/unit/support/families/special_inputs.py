@@ -18,6 +18,7 @@ from zoo import (
     TILE,
     VIDEO,
     InputImage,
+    grid_image,
     join,
     noise,
     qwen_video,
@@ -44,11 +45,13 @@ def gemma4_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
 
 
 def llama4_image(tiles: int, g: torch.Generator, _: int) -> InputImage:
+    """Llama 4: a tile of 16 tokens each with a separator behind it, then the whole image."""
     ids = [token for _ in range(tiles) for token in (*[IMAGE] * 16, TILE)]
     return InputImage([START, *ids, *[IMAGE] * 16, END], {"pixel_values": noise(tiles + 1, 3, 32, 32, g=g)})
 
 
 def lfm2_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    """LFM2-VL: patches on an axis of their own, 2 x 2 of them joined to a token."""
     h, w = size
     pixels = {
         "pixel_values": noise(h * w, 3 * 4**2, g=g),
@@ -65,10 +68,12 @@ def lfm2_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
 
 
 def gemma3n_image(size: int, g: torch.Generator, _: int) -> InputImage:
+    """Gemma 3n: always 16 tokens, of a convolutional tower."""
     return InputImage([START, *[IMAGE] * 16, END], {"pixel_values": noise(1, 3, size, size, g=g)})
 
 
 def unified_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    """Gemma 4 without a tower: a token is a patch."""
     image = gemma4_image((2 * size[0], 2 * size[1]), g, 0)
     h, w = size
     places = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
@@ -76,17 +81,16 @@ def unified_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputIma
 
 
 def granite_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    """Granite 4 Vision: LLaVA-NeXT's images, with windows of 2 x 2 patches joined to a token."""
     pixels = {"pixel_values": noise(3, 3, 32, 32, g=g), "image_sizes": torch.tensor([[2 * side for side in size]])}
     return InputImage([IMAGE] * ANYRES[size], pixels)
 
 
-def kimi_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    h, w = size
-    pixels = {"pixel_values": noise(h * w, 3, 4, 4, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
-    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
+kimi_image = grid_image(3, 4, 4)  # patches as little images
 
 
 def minicpm_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    """MiniCPM-V 4.6: patches of all images, of one size, in a strip; 4 x 4 of them joined to a token."""
     h, w = size
     pixels = {"pixel_values": noise(1, 3, 4, 4 * h * w, g=g), "target_sizes": torch.tensor([size])}
     return InputImage([START, *[IMAGE] * (h * w // 16), END], pixels)
@@ -107,12 +111,14 @@ def minicpm_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
 
 
 def nemotron_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    """Nemotron-H Omni: patches of all images on an axis. No video: transformers 5.19 fails on the features of one."""
     h, w = size
     pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_hw": torch.tensor([size])}
     return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
 def step_image(crops: int, g: torch.Generator, _: int) -> InputImage:
+    """Step 3.7: crops of 4 tokens, then the whole image in 16."""
     pixels = {"pixel_values": noise(1, 3, 64, 64, g=g), "num_local_patches": torch.tensor([crops])}
     if crops:
         pixels["pixel_values_local"] = noise(crops, 3, 32, 32, g=g)
@@ -120,6 +126,7 @@ def step_image(crops: int, g: torch.Generator, _: int) -> InputImage:
 
 
 def emu_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    """Emu 3: pixels become ids of the vocabulary, 4 x 4 of them one, and a row ends with one more."""
     h, w = size
     pixels = torch.zeros(1, 3, 24, 24)
     pixels[..., :h, :w] = noise(1, 3, h, w, g=g)
@@ -137,14 +144,12 @@ def apertus_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputIma
 
 
 def chameleon_image(size: int, g: torch.Generator, _: int) -> InputImage:
+    """Chameleon: all images are of one size, a code for 4 x 4 pixels."""
     pixels = noise(1, 3, size // 4, size // 4, g=g).repeat_interleave(4, 2).repeat_interleave(4, 3)
     return InputImage([START, *[IMAGE] * (size // 4) ** 2, END], {"pixel_values": pixels})
 
 
-def ernie_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    h, w = size
-    pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
-    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
+ernie_image = grid_image(3 * 4**2)
 
 
 def ernie_video(g: torch.Generator, frames: int | None) -> InputImage:

@@ -148,7 +148,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     if call.maskless.issuperset(range(len(adapter.decoder.layers))):
         mask = torch.ones_like(index)  # the decoder then builds no dense mask, which no layer would read
     elif group is not None:
-        mask = _mask_of_pairs(group, mask, embeds.dtype, adapter)
+        mask = _cut_layer_mask(group, mask, embeds.dtype, adapter)
     elif mask is not None:
         mask = gather_token_mask(mask[:, -inputs.embeds.shape[1] :], index, layout.valid)
     elif layout.valid is not None:
@@ -179,8 +179,8 @@ def _uncut_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[An
     return functions.built, True
 
 
-def _mask_of_pairs(group: LayerInputs, mask: Any, dtype: torch.dtype, adapter: Adapter) -> Any:
-    """Return the layers' mask of the kept tokens: a tensor, or a dictionary by kind of layer like `mask`.
+def _cut_layer_mask(group: LayerInputs, mask: Any, dtype: torch.dtype, adapter: Adapter) -> Any:
+    """Return the attention mask after the cut, as a tensor or, like `mask`, as a dictionary by kind of layer.
 
     Args:
         group: Inputs of the layers after the cut.

@@ -70,7 +70,11 @@ class DecodeState:
     # -- following the cache
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a change of the cache's rows."""
+        """Reorder, repeat or select the rows of all tensors, like the rows of the cache.
+
+        Args:
+            change: Function from a tensor to a tensor with other rows.
+        """
         for item in dataclasses.fields(self):
             if isinstance(value := getattr(self, item.name), Tensor):
                 setattr(self, item.name, change(value))

@@ -28,12 +28,12 @@ _MAKES_DRAFTS = "_get_candidate_generator"
 
 
 class Drafts(Part):
-    """Changes the generators of drafts of a model and of its submodules.
+    """Wraps the candidate generators of assisted generation, so that drafts start after the forward of the prompt.
 
     Args:
         model: The patched model.
-        decides: Name of a method that drops tokens during decoding, or None. Such a method reads one token after the
-            other, so `generate` then gets no drafts.
+        decides: Name of a method that drops tokens during decoding, or None. With such a method, drafts are never used,
+            because it reads one token at a time.
     """
 
     def __init__(self, model: nn.Module, decides: str | None = None) -> None:

@@ -19,7 +19,10 @@ from tokenprune.integrations.shared.attachable import get_hidden_states
 
 
 class StaticSteps(Part):
-    """Replaces each layer's mask in steps with a reduced static cache. The first static cache adds the hooks."""
+    """Replaces the attention masks of decode steps if the call has a static cache with fewer tokens.
+
+    The hooks are added by the first call with a static cache.
+    """
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()

@@ -147,6 +147,9 @@ def _append_cut(
 
 
 def _normalize(weights: list[float]) -> list[float]:
-    """Scale weights to a sum of 1. If the sum is 0, each weight is 1, because a single token is copied."""
+    """Return the weights of a merged token's sources, scaled to a sum of 1.
+
+    A sum of 0 occurs for a single source. Its weight is 1.
+    """
     total = sum(weights)
     return [weight / total for weight in weights] if total > 0 else [1.0] * len(weights)

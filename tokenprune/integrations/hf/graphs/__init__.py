@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphed prefill: replay CUDA graphs for the prompt tokens of a decoder (docs/guides/gpu.md)."""
+"""Replay CUDA graphs of the layers of a decoder, in prefill and decoding steps (docs/guides/gpu.md)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tokenprune.integrations.hf.graphs.settings import Graphs
 
 
 @contextmanager
-def graphed(model: Any, graphs: bool | Graphs = True) -> Iterator[Any]:
-    """Use CUDA graphs for the prefill of an unpatched model inside a `with` block.
+def graphed(model: Any, graphs: bool | str | Graphs = True) -> Iterator[Any]:
+    """Use CUDA graphs for an unpatched model inside a `with` block.
 
     This is the fair baseline for a model that is patched with `graphs=`.
 
     Args:
         model: An unpatched model.
-        graphs: True for the default limits, or a `Graphs`.
+        graphs: True for the default limits, "auto", or a `Graphs`. See `tokenprune.patch`.
 
     Raises:
         OptionError: If `graphs` is not a valid setting.
@@ -32,9 +32,9 @@ def graphed(model: Any, graphs: bool | Graphs = True) -> Iterator[Any]:
         2
     """
     from tokenprune.integrations.hf.families import get_adapter
-    from tokenprune.integrations.hf.graphs.prefill import graphed_prefill
+    from tokenprune.integrations.hf.graphs.decoder import build_graphed_decoder
 
-    parts = graphed_prefill(get_adapter(model), graphs)
+    parts = build_graphed_decoder(get_adapter(model), graphs)
     for part in parts:
         part.attach()
     try:
@@ -63,11 +63,11 @@ def warm_up(model: Any, lengths: Sequence[int], *, batch: int = 1) -> None:
         >>> tokenprune.graphs.warm_up(model, [64])
         >>> model = tokenprune.unpatch(model)
     """
-    from tokenprune.integrations.hf.graphs.prefill import GraphedPrefill
+    from tokenprune.integrations.hf.graphs.decoder import GraphedDecoder
     from tokenprune.integrations.shared.attachment import get_attachment
 
     parts = getattr(get_attachment(model).engine, "parts", ())
-    part = next((part for part in parts if isinstance(part, GraphedPrefill)), None)
+    part = next((part for part in parts if isinstance(part, GraphedDecoder)), None)
     if part is None:
         raise NotPatchedError("The model is patched without graphs. Pass graphs=True to tokenprune.patch.")
     if not lengths or any(length < 2 for length in (*lengths, batch + 1)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One prefill through the layers of a decoder, group by group."""
+"""One call of the layers of a decoder, group by group."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import count_slots
 from tokenprune.integrations.hf.cache.static_cache import is_static
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.graphs.replay import Buckets, LayerCall, NotGraphedError, States
+from tokenprune.integrations.hf.graphs.buckets import Buckets
+from tokenprune.integrations.hf.graphs.capture import NotGraphedError
+from tokenprune.integrations.hf.graphs.replay import LayerCall, States
 from tokenprune.integrations.shared.attachable import get_hidden_states
 
 LEARNING = "the first prompt of a kind records the groups of layers"
+LEARNING_STEP = "the first step of a kind records the groups of layers"
 # transformers 5.17 passes the encoder outputs to the layers, and no layer reads them.
 _IGNORED = {"hidden_states", "mm_encoder_outputs", *compat.CACHE_NAMES}
 
@@ -32,17 +35,18 @@ class Groups:
     Args:
         adapter: Adapter of the model.
         eager_layers: Indices of layers that run without graphs.
+        starts: Indices of layers that begin a group in any case.
     """
 
-    def __init__(self, adapter: Adapter, eager_layers: frozenset[int]) -> None:
+    def __init__(self, adapter: Adapter, eager_layers: frozenset[int], starts: frozenset[int] = frozenset()) -> None:
         self.eager_layers, self.tokens = eager_layers, adapter.family.layer_tokens
         layers = adapter.decoder.layers
         kinds = getattr(adapter.text_config, "layer_types", None) or [None] * len(layers)
-        self.starts = {index for index in range(1, len(layers)) if kinds[index] != kinds[index - 1]}
+        self.starts = {index for index in range(1, len(layers)) if kinds[index] != kinds[index - 1]} | starts
         self.forwards: list[Callable[..., Any]] = []
         self.returns_tuple = False
         self.is_recorded = False
-        self.is_causal = adapter.text_config._attn_implementation == "sdpa"  # SDPA is causal without a mask
+        self.attention = adapter.text_config._attn_implementation
         self.num_layers = len(layers)
 
     def get_group(self, first: int) -> dict[int, Callable[..., Any]]:
@@ -55,15 +59,17 @@ class Groups:
 
 
 class Walk:
-    """State of one decoder call.
+    """State of one prefill.
 
     Attributes:
         why_not: Reason why no layer was replayed. Empty if at least one group was replayed.
     """
 
+    learning = LEARNING
+
     def __init__(self, groups: Groups, buckets: Buckets) -> None:
         self.groups, self.buckets, self.is_recording = groups, buckets, not groups.is_recorded
-        self.why_not = LEARNING if self.is_recording else "no layer can use graphs"
+        self.why_not = self.learning if self.is_recording else "no layer can use graphs"
         self._forwards: list[Callable[..., Any]] = []
         self._starts: set[int] = set()
         self._other_arguments: list[Any] = []
@@ -87,14 +93,12 @@ class Walk:
         if index in self.groups.eager_layers:
             return forward(*args, **kwargs)
         try:
-            call = self._read_call(index, args, kwargs)
-            layers = self.groups.get_group(index)
-            self._output, self._states = self.buckets.run(layers, call)
+            self._output, self._group_end = self._run_group(index, args, kwargs)
         except NotGraphedError as error:
             self.why_not = self.why_not if self._replayed else str(error)
             return forward(*args, **kwargs)
         self._replayed, self.why_not = True, ""
-        self._group_end, self._other_arguments = index + len(layers), _get_other_arguments(kwargs)
+        self._other_arguments = _get_other_arguments(kwargs)
         return self._pass_on(index, kwargs)
 
     def end(self) -> None:
@@ -132,7 +136,8 @@ class Walk:
         if not isinstance(mask, Tensor) or mask.ndim != 4 or not (static or mask.shape[-1] == length):
             raise NotGraphedError("the layers get masks of an unknown form")
         # A static cache always has a mask of all slots. A dynamic cache has a mask only if a token is hidden.
-        if static and self.groups.is_causal:
+        # SDPA is causal without a mask.
+        if static and self.groups.attention == "sdpa":
             if self._checked_mask[0] is not mask:
                 visible = mask if mask.dtype == torch.bool else mask == 0
                 causal = torch.ones(length, mask.shape[-1], dtype=torch.bool, device=mask.device).tril()
@@ -141,11 +146,9 @@ class Walk:
                 return None
         return mask[..., :length]
 
-    def _read_call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> LayerCall:
-        """Return the arguments of a layer, or raise NotGraphedError."""
-        hidden, cache, graphs = get_hidden_states(args, kwargs), compat.get_cache(kwargs), self.buckets.graphs
-        if len(args) > 1 or hidden.ndim != 3:
-            raise NotGraphedError("the layers are called with unknown arguments")
+    def _run_group(self, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, int]:
+        """Run the group that starts with layer `index`. Return its output, and the index after its last layer."""
+        hidden, cache, graphs = self._get_hidden(args, kwargs), compat.get_cache(kwargs), self.buckets.graphs
         if hidden.shape[1] > graphs.max_tokens:
             raise NotGraphedError(f"{hidden.shape[1]} tokens are more than max_tokens={graphs.max_tokens}")
         if cache is not None and index < len(cache.layers) and count_slots(cache.layers[index]):
@@ -154,9 +157,22 @@ class Walk:
             raise NotGraphedError(f"the cache is a {type(cache).__name__}")
         if hidden.is_cuda and is_static(cache) and not graphs.static:
             raise NotGraphedError("the cache is static: pass graphs=Graphs(static=True) to use graphs")
+        mask = self._get_mask(kwargs.get("attention_mask"), hidden.shape[1], is_static(cache))
+        layers = self.groups.get_group(index)
+        output, self._states = self.buckets.run(layers, self._build_call(hidden, mask, kwargs, cache is not None))
+        return output, index + len(layers)
+
+    @staticmethod
+    def _get_hidden(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        hidden = get_hidden_states(args, kwargs)
+        if len(args) > 1 or hidden.ndim != 3:
+            raise NotGraphedError("the layers are called with unknown arguments")
+        return hidden
+
+    def _build_call(self, hidden: Tensor, mask: Tensor | None, kwargs: dict[str, Any], caches: bool) -> LayerCall:
+        """Return the arguments of a layer, or raise NotGraphedError."""
         tensors: dict[str, tuple[Any, int]] = {}
         plain: dict[str, Any] = {"attention_mask": None} if "attention_mask" in kwargs else {}
-        mask = self._get_mask(kwargs.get("attention_mask"), hidden.shape[1], is_static(cache))
         for name, value in kwargs.items():
             if name in _IGNORED or name == "attention_mask":
                 continue
@@ -166,7 +182,7 @@ class Walk:
                 plain[name] = value
             else:
                 raise NotGraphedError(f"the layers get the argument {name}")
-        return LayerCall(hidden, tensors, mask, plain, cache is not None)
+        return LayerCall(hidden, tensors, mask, plain, caches)
 
 
 def _get_other_arguments(kwargs: dict[str, Any]) -> list[Any]:

@@ -54,7 +54,7 @@ class Watched:
         return cls(method, budget, floors, stages)
 
     def get_floor_share(self, kind: str, count: float) -> float:
-        """Return the sufficient share of an image's `count` tokens."""
+        """Return the floor for a kind of question as a share of the `count` tokens of an image."""
         floor = self.floors[kind]
         return min(1.0, floor / count) if is_tokens(floor) else floor
 

@@ -128,11 +128,17 @@ _CELLS = FIFOCache()
 
 
 def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.device, first: int = 0) -> Tensor:
-    """Return the cells of tiles, shape (tiles * height * width, 6), int64. Images of one size share the tensor.
+    """Return the location of each visual token in its tile, shape (tiles * height * width, 6), int64.
+
+    The columns are tile, row, column, height, width, size. The tensor is cached for images of the same size.
 
     Args:
+        tiles: Number of tiles.
+        height: Rows of tokens in a tile.
+        width: Columns of tokens in a tile.
         size: Number of patches of a token.
-        first: Number of the first tile.
+        device: Device of the tensor.
+        first: Index of the first tile.
     """
 
     def make() -> Tensor:

@@ -122,7 +122,10 @@ class PromptItem:
 
 @dataclass(frozen=True)
 class _AfterTower:
-    """Rules that plan an item under a setting. Here the method acts on features, or not at all."""
+    """Rules for the plan of an item, for a setting without a method or with a method after the tower.
+
+    Subclasses have the rules for methods at other stages.
+    """
 
     setting: Setting
 

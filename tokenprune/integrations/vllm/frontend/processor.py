@@ -141,7 +141,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
 
     @cached_property
     def model_items(self) -> ModelItems:
-        """Facts shared by the items of all requests."""
+        """Processing info, family and config of the model, which all items need."""
         return ModelItems.from_info(self.info)
 
     def _prune(self, item: PromptItem) -> CountedDetails:

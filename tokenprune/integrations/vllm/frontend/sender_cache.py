@@ -72,7 +72,7 @@ class Reprocessing:
 
 
 class PromisedItem(MultiModalKwargsItem):
-    """An item that is sent by its hash if the engine holds it at that time."""
+    """An item in place of a processed image: sent as a hash if the engine holds the image, else processed again."""
 
     def __init__(self, reprocessing: Reprocessing, modality: str, index: int) -> None:
         self._reprocessing: Reprocessing | None = reprocessing

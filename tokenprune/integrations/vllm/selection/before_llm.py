@@ -210,7 +210,7 @@ def rehearse(
     method: Pruner, rows: Tensor, counts: list[int], keep: list[int], grid: Grid | None = None,
     norm: Norm | None = None, encoded: TowerValues | None = None,
 ) -> None:  # fmt: skip
-    """Select among random rows.
+    """Run a method and the following kernel on random rows, as a check or to compile kernels before requests arrive.
 
     Args:
         counts: Number of rows of each segment.

@@ -84,7 +84,15 @@ def configure(model_config: Any) -> None:
 
 
 def make_reader(model_config: Any, layers: list[Any]) -> Callable[..., Setting]:
-    """Return a function that merges these layers, and a profile's layer if passed, and checks the result."""
+    """Return a function that builds the checked setting of a profile.
+
+    Args:
+        model_config: vLLM's config of the model.
+        layers: Settings of the checkpoint and of the server, the lowest priority first.
+
+    Returns:
+        A function that merges `layers` and, as the last layer, the setting of a profile if passed.
+    """
 
     def read(*profile: Any) -> Setting:
         setting = parse_setting(*layers, *(_read(layer, model_config) for layer in profile))

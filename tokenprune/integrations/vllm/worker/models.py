@@ -42,7 +42,10 @@ _Model: Any = object  # `create_reducing_class` adds vLLM's model class as the n
 
 
 class ReducingModel(_Model):
-    """Mixin for vLLM's model classes. Without a tokenprune setting the model is unchanged."""
+    """Mixin for vLLM's model classes that removes rows from the output of `embed_multimodal`.
+
+    Without a tokenprune setting of the server, the output is unchanged.
+    """
 
     tokenprune_family: Family
     tokenprune_axes = 0  # number of position axes in the columns of rows (see positions.py)

@@ -48,7 +48,7 @@ class PositionNotes:
             self._arriving = None
 
     def record(self, notes: ItemNotes) -> None:
-        """Store the notes of the arriving request. Without an arriving request they are discarded."""
+        """Store the notes for the request of `recording`. Outside of this context they are discarded."""
         if self._arriving is not None:
             self._of_request[self._arriving] = notes
 

@@ -100,8 +100,8 @@ class UnprunedItem:
     Attributes:
         feature: vLLM's feature of the item in the pruned prompt.
         offset: Start of the item's text in the unpruned prompt.
-        written: Indices into this text of the tokens in the pruned prompt, before positions are known. Text has its own
-            index; kept placeholders have the indices of the first placeholders.
+        written: For each token of the item in the pruned prompt, its index in the item's unpruned text. The kept
+            placeholders are not known yet, so they have the indices of the first placeholders.
     """
 
     feature: MultiModalFeatureSpec

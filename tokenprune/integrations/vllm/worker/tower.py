@@ -37,7 +37,7 @@ from tokenprune.selection.method import Pruner
 
 
 class TowerReader:
-    """Reads the blocks of a tower that a call needs, from the inputs of their attention.
+    """Computes the values that methods read from the vision tower, in hooks on the attention of its blocks.
 
     Raises:
         UnsupportedSetupError: If the tower is not built as expected.
