@@ -221,7 +221,7 @@ def write_times(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Return the table row of a model."""
     ratios = {row["setting"]: row["ratio"] for row in rows}
     cells = [f"{ratios[f'divprune {keep}']:.2f}x ({ratios[f'oracle {keep}']:.2f}x)" for keep in KEEPS]
-    return f"| `{rows[0]['model']}` | {' | '.join(cells)} | {head['load']:.1f} |"
+    return f"| `{rows[0]['model']}` | {' | '.join(cells)} | {len(rows[0]['seconds'])} | {head['load']:.1f} |"
 
 
 def write_answers(head: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
@@ -257,12 +257,13 @@ def page() -> None:
         "Time to the first token, unpruned divided by pruned, on one thread, in turn. In brackets: an oracle without a "
         "selection.",
         "",
-        f"| model | keep {KEEPS[0]} | keep {KEEPS[1]} | load |",
-        "|---|---:|---:|---:|",
+        f"| model | keep {KEEPS[0]} | keep {KEEPS[1]} | rounds | load |",
+        "|---|---:|---:|---:|---:|",
     ]
     for kind in sorted(kind for kind in results if kind.startswith("times")):
         head, *rows = results[kind]
         lines.append(write_times(head, rows))
+    lines += ["", "The machine ran other work, see the load. [Raw data](../../benchmarks/results/llama_cpp.jsonl)."]
     if "answers" in results:
         head, *rows = results["answers"]
         lines += [
