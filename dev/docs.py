@@ -58,7 +58,7 @@ def head(name: str) -> str:
         "prefix-cache-safe": YES[info.prefix_cache_safe],
         "merges tokens": YES[info.merges],
         "in a CUDA graph": YES[info.capturable],
-        "needs": ", ".join(f"`{need}`" for need in sorted(info.needs)) or "only the tokens",
+        "needs": ", ".join(f"`{need}`" for need in sorted(info.observables)) or "only the tokens",
         "default `keep`": format_default_keep(info.cls.default_keep),
         "source": info.source,
     }

@@ -5,9 +5,9 @@ python dev/try_wheel.py                              # builds in a temporary fol
 python dev/try_wheel.py --out dist --extras app      # as in .github/workflows/release.yml
 python dev/try_wheel.py --out dist --tag v0.2.0      # exits with 1 if the version differs from the tag
 
-With the core only, it tries the version, `methods`, the messages of commands of missing packages, and a `new-method`
-package with its test. With all three it tries `recommend`, `demo`, `show` and `bench`. --extras app tries `app`. It
-needs hatchling and a package index. With twine, it also checks the descriptions for the index.
+With the core only, it tries the version, `methods`, `reduce`, the messages of commands of missing packages, and a
+`new-method` package with its test. With all three it tries `recommend`, `demo`, `show` and `bench`. --extras app tries
+`app`. It needs hatchling and a package index. With twine, it also checks the descriptions for the index.
 """
 
 from __future__ import annotations
@@ -139,6 +139,13 @@ def try_lists(env: Environment) -> None:
     require("divprune" in env.run("tokenprune", "methods"), "`tokenprune methods` does not list divprune")
 
 
+def try_reduce(env: Environment) -> None:
+    """Check that features are reduced without transformers, and that `patch` names it."""
+    require(not env.has("transformers"), "the core brings transformers")
+    code = "import torch, tokenprune; print(len(tokenprune.reduce(torch.randn(64, 8), keep=0.25).kept))"
+    require(env.run("python", "-c", code).strip() == "16", "`tokenprune.reduce` does not keep a quarter")
+
+
 def try_alone(env: Environment) -> None:
     """Check that a missing package is named in one line."""
     for name in ("bench", "recommend", "demo", "show"):
@@ -262,7 +269,7 @@ def main() -> None:
             env.install(core)
             say("installed the core package only")
             try_version(env, version)
-            for check in (try_lists, try_alone, try_new_method):
+            for check in (try_lists, try_reduce, try_alone, try_new_method):
                 check(env)
                 say(f"{check.__name__.removeprefix('try_')}: as it should be")
             env.install(demo, bench)

@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 # Names exported by each module. `_MODULES` lists the public modules.
 _NAMES = {
     "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "feature_cache", "method", "assistant"),
+    "tokenprune.reduction": ("reduce",),
     "tokenprune.integrations.hf.pixels.api": ("patch_processor", "unpatch_processor"),
     "tokenprune_bench.recommend.recommendation": ("recommend",),
     "tokenprune_bench.profiling.model": ("demo_model",),
@@ -46,6 +47,7 @@ _NAMES = {
 _MODULES = {
     "errors": "tokenprune.errors",
     "graphs": "tokenprune.integrations.hf.graphs",
+    "llama_cpp": "tokenprune.integrations.llama_cpp",
     "selection": "tokenprune.selection",
     "sessions": "tokenprune.integrations.hf.sessions",
     "statistics": "tokenprune.statistics",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.pixels.api import patch_processor, unpatch_processor
     from tokenprune.methods.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.models.token_counts import count_visual_tokens
+    from tokenprune.reduction import reduce
     from tokenprune.selection.method import Method, Pruner, Selection, Site
     from tokenprune.selection.tokens import VisualTokens
     from tokenprune.settings.saved import read_config, write_config
@@ -89,9 +92,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(_MODULES[name])
     if (module_name := _MODULE_OF.get(name)) is None:
         raise AttributeError(f"module 'tokenprune' has no attribute {name!r}")
-    is_own = module_name.startswith("tokenprune.")
-    module = importlib.import_module(module_name) if is_own else require(module_name, f"tokenprune.{name}")
-    value = getattr(module, name)
+    value = getattr(require(module_name, f"tokenprune.{name}"), name)
     globals()[name] = value
     return value
 

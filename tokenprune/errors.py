@@ -139,7 +139,7 @@ def shorten(value: Any) -> str:
 
 
 def require(module: str, what: str) -> Any:
-    """Import a module of tokenprune-demo or tokenprune-bench.
+    """Import a module that needs transformers, tokenprune-demo or tokenprune-bench.
 
     Args:
         module: Name of the module.
@@ -148,10 +148,11 @@ def require(module: str, what: str) -> Any:
     Raises:
         MissingPackageError: If the package is not installed.
     """
-    package = module.partition(".")[0]
+    packages = {name: name.replace("_", "-") for name in ("tokenprune_bench", "tokenprune_demo")}
+    packages["transformers"] = "'tokenprune-vlm[hf]'"
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != package:
+        if error.name not in packages:
             raise
-        raise MissingPackageError(f"{what}: pip install {package.replace('_', '-')}") from None
+        raise MissingPackageError(f"{what}: pip install {packages[error.name]}") from None

@@ -25,9 +25,8 @@ _COST = (
     "LLaVA-1.5-7B with one image (576 visual tokens) and 64 text tokens. Excludes the cost of the selection. Methods "
     "with a variable number of tokens are assumed to keep exactly this share."
 )
-_MORE = (
-    "Run `tokenprune methods NAME` for options, paper and cost. Filter with --site, --prefix-cache-safe and --video."
-)
+_MORE = "Run `tokenprune methods NAME` for details. Filter with --site, --prefix-cache-safe, --video and --runs-on."
+_INPUTS = ("features", "frames", "question", "tower_attention", "tower_features", "pixels", "tower", "decoder")
 _SITES = ("PRE_ENCODER", "IN_ENCODER", "PRE_LLM", "ATTENTION", "IN_LLM", "DECODE")
 
 
@@ -50,6 +49,13 @@ def methods(
         typer.Option("--prefix-cache-safe", help="Show only methods whose selection does not depend on later tokens."),
     ] = False,
     video: Annotated[bool, typer.Option("--video", help="Show only methods for videos.")] = False,
+    runs_on: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Show only methods that need no other inputs than these, separated by commas: {', '.join(_INPUTS)}.",
+            autocompletion=complete_values(*_INPUTS),
+        ),
+    ] = None,
 ) -> None:
     """List the registered methods by site, or describe one method."""
     defer_torch()
@@ -59,20 +65,22 @@ def methods(
 
     console = get_console()
     if name is not None:
-        if site is not None or prefix_cache_safe or video:
+        if site is not None or prefix_cache_safe or video or runs_on is not None:
             raise OptionError(
-                f"--site, --prefix-cache-safe and --video do not apply to a single method. Leave out {name}."
+                f"--site, --prefix-cache-safe, --video and --runs-on do not apply to a single method. Leave out {name}."
             )
         for part in _describe(tokenprune.method_info(name)):
             console.print(part)
         return
     site_name = None if site is None else _read_site(site)
+    inputs = None if runs_on is None else _read_inputs(runs_on)
     infos = [
         info
         for info in map(tokenprune.method_info, tokenprune.available_methods())
         if site_name in (None, info.site)
         and (info.prefix_cache_safe or not prefix_cache_safe)
         and (info.for_videos or not video)
+        and (inputs is None or info.needs <= inputs)
     ]
     if not infos:
         console.print("No method matches.")
@@ -90,6 +98,14 @@ def _read_site(text: str) -> str:
     if name not in _SITES:
         raise OptionError(f"--site {text!r} is unknown. Use one of {', '.join(_SITES)}.")
     return name
+
+
+def _read_inputs(text: str) -> frozenset[str]:
+    """Return the inputs of a value of --runs-on. Raise OptionError if one is unknown."""
+    inputs = frozenset(name.strip().lower().replace("-", "_") for name in text.split(","))
+    if unknown := sorted(inputs - set(_INPUTS)):
+        raise OptionError(f"--runs-on {unknown[0]!r} is unknown. Use {', '.join(_INPUTS)}.")
+    return inputs
 
 
 def _clause(info: MethodInfo) -> str:
@@ -156,7 +172,8 @@ def _describe(info: MethodInfo) -> list[RenderableType]:
         "merges": merges,
         "in a CUDA graph": _yes(info.capturable),
         "for": "videos only" if info.for_videos else "images and videos",
-        "reads": ", ".join(sorted(info.needs)) or "no observables",
+        "needs": ", ".join(sorted(info.needs)),
+        "reads": ", ".join(sorted(info.observables)) or "no observables",
         "docs": f"docs/methods/{info.name}.md" if info.cls.__module__.startswith("tokenprune.") else "",
     }
     if info.query_aware and info.cls.query_free:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tokenprune.budgets import Budget
-from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.errors import OptionError, UnsupportedSetupError, require
 from tokenprune.selection.method import Method
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def build_parts(
         if graphs:
             raise UnsupportedSetupError("A timm model does not support graphs=, because it has no decoder.")
         return [build_timm_patch(model, methods, budgets)]
+    require("transformers", "tokenprune.patch")
     from tokenprune.integrations.hf.patch import build_hf_parts
 
     return build_hf_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)

@@ -14,6 +14,19 @@ variable TOKENPRUNE_KERNELS selects the implementation, and is read at every cal
     triton     always the kernel, or an error if it cannot run
 
 Modules of kernels, and Triton with them, are imported when a kernel first runs. Kernels do not compute gradients.
+
+To write a kernel: the reference is in `kernels/<name>.py`, the kernel and its launcher in `kernels/<name>_triton.py`.
+`limits` receives the same arguments, and returns the reason why the kernel does not support them, or None. Add a case
+with the required bytes and FLOPs to `benchmarks/experiments/gpu/kernel_cases.py`.
+
+Without a GPU the tests run kernels in the interpreter of Triton. Set TRITON_INTERPRET=1 before Triton is imported. The
+fixture `kernel_device` fills new memory with NaN, so a missing write is detected. The interpreter has limits:
+
+- It is slow per block, so tests use odd shapes of a few dozen elements and small blocks.
+- `tl.dot` is wrong for bfloat16, so launchers convert the input to float32 (`target_triton.py`).
+- It does not show races, register spills or too little shared memory.
+
+Lengths that change per prompt must be in `do_not_specialize`. Otherwise each length compiles a new kernel.
 """
 
 from __future__ import annotations

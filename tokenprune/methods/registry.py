@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
 from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError, shorten
+from tokenprune.selection.inputs import list_inputs
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable_registry import available_observables, resolve_need
 from tokenprune.selection.sites.attention import AttentionPattern
@@ -49,14 +50,17 @@ C = TypeVar("C")
 class MethodInfo:
     """Facts about a method, known without running it.
 
-    `needs`, `query_aware` and `prefix_cache_safe` describe the default options.
+    `needs`, `observables`, `query_aware` and `prefix_cache_safe` describe the default options.
 
     Attributes:
         name: Registered name.
         site: Where the method acts.
         summary: First paragraph of the docstring.
         paper: Paper as passed to `register`.
-        needs: Names of the observables that the method reads.
+        needs: Inputs that an engine must provide: "features", "frames" of a video, "question", "tower_attention",
+            "tower_features", "pixels", "tower" (the method changes it) and "decoder". `reduce` runs methods of the site
+            PRE_LLM without "decoder".
+        observables: Names of the observables that the method reads.
         query_aware: Whether the choice may depend on the question.
         prefix_cache_safe: Whether the choice depends only on tokens before the end of the image.
         merges: Whether kept tokens absorb other tokens.
@@ -69,6 +73,8 @@ class MethodInfo:
         >>> info = tokenprune.method_info("divprune")
         >>> info.site, info.options
         (<Site.PRE_LLM: 'PRE_LLM'>, {'center': False})
+        >>> sorted(map(str, tokenprune.method_info("scope").needs))
+        ['features', 'tower_attention']
     """
 
     name: str
@@ -76,6 +82,7 @@ class MethodInfo:
     summary: str
     paper: str
     needs: frozenset[str]
+    observables: frozenset[str]
     query_aware: bool
     prefix_cache_safe: bool
     merges: bool
@@ -92,7 +99,7 @@ class MethodInfo:
     @property
     def for_videos(self) -> bool:
         """True if the method acts only on videos: it compares frames, or changes the attention between frames."""
-        return self.site is Site.ATTENTION or "frames" in self.needs
+        return self.site is Site.ATTENTION or "frames" in self.observables
 
     @property
     def capturable(self) -> bool:
@@ -302,7 +309,8 @@ def method_info(name: str) -> MethodInfo:
         site=cls.site,
         summary=inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " "),
         paper=cls.paper,
-        needs=default.needs,
+        needs=list_inputs(default),
+        observables=default.needs,
         query_aware=default.query_aware,
         prefix_cache_safe=default.prefix_cache_safe,
         merges=cls.merges,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the `Selection` of a method, and merge tokens according to it. Used by all engines."""
+"""Limit the budget of a method, and check its `Selection`. Used by all engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.kernels.join import destinations, join
 from tokenprune.selection.method import Method, Selection
 from tokenprune.selection.segments import Segments
 
@@ -90,21 +89,6 @@ def _check_assign(selection: Selection, segments: Segments, method: Method) -> t
     return keep, (in_range & is_kept).all()
 
 
-def merge_tokens(features: Tensor, selection: Selection, segments: Segments, flat_indices: Tensor) -> Tensor:
-    """Replace each kept token by the weighted mean of the tokens assigned to it.
-
-    Args:
-        features: Features of all slots, shape (B, W, D).
-        selection: Selection with `assign`.
-        segments: Segments of the visual tokens.
-        flat_indices: Index of each visual token in the flattened slots, shape (S, N), int64.
-
-    Returns:
-        Features of the same shape. Slots without merged tokens are unchanged.
-    """
-    flat = features.reshape(-1, features.shape[-1])
-    assert selection.assign is not None
-    own_weight, target, weight = destinations(
-        selection.assign, segments.mask, flat_indices, selection.weight, len(flat)
-    )
-    return join(flat, None, own_weight, flat_indices.flatten(), target, weight).view_as(features)
+def limit_budget(method: Method, count: int, requested: int) -> int:
+    """Return the number of tokens that `method` keeps of a segment with `count` tokens and a budget of `requested`."""
+    return min(count, max(method.min_tokens, method.resolve_count(count, requested)))

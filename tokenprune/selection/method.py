@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.kernels.join import destinations, join
 from tokenprune.kernels.take import top_mask
 from tokenprune.selection.options import CallRepr, check_options
 
@@ -108,6 +109,36 @@ class Selection:
         """
         keep = top_mask(score, tokens.mask, tokens.budget, max(tokens.keep))
         return Selection(keep, counts=tokens.keep)
+
+    def apply(self, rows: Tensor, index: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Replace the row of each kept token by the weighted mean of the tokens assigned to it.
+
+        Every engine merges with this function. Without `assign`, the rows are returned unchanged.
+
+        Args:
+            rows: Features in any layout, shape (..., D).
+            index: Row of each token in the flattened `rows`, shape (S, N), int64. None: the rows are the S * N tokens.
+            mask: Mask of tokens, shape (S, N), bool. Padding is False. None: no padding.
+
+        Returns:
+            Features of the same shape. The rows of dropped tokens are unchanged, so select the kept rows afterwards.
+
+        Examples:
+            >>> selection = tokenprune.Selection(torch.tensor([[True, False, True]]), assign=torch.tensor([[0, 2, 2]]))
+            >>> rows = torch.tensor([[[1.0], [2.0], [4.0]]])
+            >>> selection.apply(rows)[selection.keep]
+            tensor([[1.],
+                    [3.]])
+        """
+        if self.assign is None:
+            return rows
+        flat = rows.reshape(-1, rows.shape[-1])
+        if index is None:
+            index = torch.arange(self.keep.numel(), device=rows.device).view(self.keep.shape)
+        mask = torch.ones_like(self.keep) if mask is None else mask
+        own_weight, target, weight = destinations(self.assign, mask, index, self.weight, len(flat))
+        merged: Tensor = join(flat, None, own_weight, index.flatten(), target, weight)
+        return merged.view_as(rows)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,33 @@ class ObservedAt(enum.StrEnum):
     OWN = "OWN"  # decoder modules that `Observable.attach` chooses
 
 
+class Input(enum.StrEnum):
+    """Input of a method, as an engine provides it. A member equals its name as a string, in lower case.
+
+    Examples:
+        >>> Input.TOWER_ATTENTION == "tower_attention"
+        True
+    """
+
+    FEATURES = "features"  # the projected features of an image
+    FRAMES = "frames"  # the frames of a video
+    QUESTION = "question"  # embeddings of the text after an image
+    TOWER_ATTENTION = "tower_attention"  # attention inside the vision tower
+    TOWER_FEATURES = "tower_features"  # states of the vision tower: its output, its queries, keys and logits
+    PIXELS = "pixels"
+    TOWER = "tower"  # the method changes the vision tower
+    DECODER = "decoder"  # states of the decoder, or a cut inside it
+
+
+_INPUTS = {
+    ObservedAt.CUT: Input.FEATURES,
+    ObservedAt.ENTRY: Input.FEATURES,
+    ObservedAt.FRAMES: Input.FRAMES,
+    ObservedAt.TOWER: Input.TOWER_FEATURES,
+    ObservedAt.TOWER_BLOCK: Input.TOWER_FEATURES,
+}
+
+
 class Backend(enum.StrEnum):
     """Backend that provides an observable: the Hugging Face engine, or vLLM before or inside the language model.
 
@@ -83,6 +110,7 @@ class Observable:
         text_name: Attribute of `VisualTokens.text`. Equals `name` unless the subclass sets it.
         where: Module or tensor that it reads.
         backends: Backends that provide it.
+        from_input: Input from which an engine provides it. None: it follows from `where`.
         axes: Axes of the tensor for visual tokens: S segments, N tokens, H heads, M text tokens, D features. Empty if
             the value is not a tensor.
         by_layer: True if it is read for one block of `encoder_layers` at a time, as `tokens.name(layer)`.
@@ -101,12 +129,18 @@ class Observable:
     text_name: ClassVar[str] = ""
     where: ClassVar[ObservedAt]
     backends: ClassVar[frozenset[Backend]] = frozenset({Backend.HF})
+    from_input: ClassVar[Input | None] = None
     axes: ClassVar[str] = "SND"
     by_layer: ClassVar[bool] = False
     needs_full_prompt: ClassVar[bool] = False
     all_rows: ClassVar[bool] = False
     rotary: ClassVar[bool] = False
     absolute: ClassVar[bool] = False
+
+    @property
+    def input(self) -> Input:
+        """Input from which an engine provides it."""
+        return self.from_input or _INPUTS.get(self.where, Input.DECODER)
 
     def is_declared(self, needs: frozenset[str]) -> bool:
         """Return True if a method with these `needs` may read it."""

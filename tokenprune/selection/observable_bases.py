@@ -14,7 +14,7 @@ import torch
 
 from tokenprune.kernels.host_random import uniform
 from tokenprune.kernels.transfer import to_device
-from tokenprune.selection.observable import Backend, Observable, ObservedAt
+from tokenprune.selection.observable import Backend, Input, Observable, ObservedAt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -226,6 +226,8 @@ class TowerInput(Observable):
     def find_obstacle(self, row: Family) -> str | None:
         is_packed = row.tower_rows == "all images" and row.patches == "runs"
         return None if is_packed else "pixels that are packed token by token"
+
+    from_input = Input.PIXELS
 
     def compute_from_colors(self, colors: Tensor) -> Tensor:
         """Return the value of each token, shape (tokens, C), float32.

@@ -6,9 +6,9 @@
 """
 
 from tokenprune.errors import ConformanceError
+from tokenprune.selection.tensors import visual_tokens
 from tokenprune.testing.conformance import check_method
 from tokenprune.testing.models import ModelCheck, check_model
 from tokenprune.testing.policies import check_policy
-from tokenprune.testing.view import visual_tokens
 
 __all__ = ["ConformanceError", "ModelCheck", "check_method", "check_model", "check_policy", "visual_tokens"]

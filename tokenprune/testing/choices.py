@@ -16,9 +16,9 @@ from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import available_observables, get_observable
 from tokenprune.selection.segments import Sizes
+from tokenprune.selection.tensors import visual_tokens
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.testing.rules import require
-from tokenprune.testing.view import visual_tokens
 
 _COUNTS = ([24], [24, 17, 9, 1], [13, 30])
 _SHARES = (0.04, 0.25, 0.6, 1.0)

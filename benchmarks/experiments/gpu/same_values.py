@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.engine import cuts, engine
 from tokenprune.selection.observable_registry import available_observables, find_observable
+from tokenprune.selection.tensors import TensorSource
 from tokenprune.selection.tokens import VisualTokens
-from tokenprune.testing.view import _TensorSource
 
 
 @dataclass
@@ -92,7 +92,7 @@ def on_cpu(method: Any, tokens: VisualTokens) -> VisualTokens:
             with suppress(AttributeError, NotImplementedError):  # observables that the text lacks
                 text[observable.text_name] = _cpu(getattr(tokens.text, observable.text_name))
     device = tokens.hidden.device
-    source = _TensorSource(visual, text, lambda hidden: tokens.final_norm(hidden.to(device)).cpu())
+    source = TensorSource(visual, text, lambda hidden: tokens.final_norm(hidden.to(device)).cpu())
     source.carry.update({name: _cpu(value) for name, value in tokens.carry.items()})
     return VisualTokens(tokens.segments.to(torch.device("cpu")), tokens.keep, source)
 

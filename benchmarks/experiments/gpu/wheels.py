@@ -23,7 +23,9 @@ LIMIT = 20 * 2**20
 def required() -> list[str]:
     """Return the requirements of the library and of the tests on a GPU."""
     with (ROOT / "pyproject.toml").open("rb") as file:
-        return [*tomllib.load(file)["project"]["dependencies"], *TESTS]
+        project = tomllib.load(file)["project"]
+    transformers = next(one for one in project["optional-dependencies"]["hf"] if one.startswith("transformers"))
+    return [*project["dependencies"], transformers, *TESTS]
 
 
 def lacking(python: str) -> list[str]:

@@ -311,7 +311,7 @@ def test_video_budget_without_video_is_rejected() -> None:
 PRE_LLM = [
     name
     for name in METHODS
-    if (info := tokenprune.method_info(name)).site is Site.PRE_LLM and not info.needs and not info.query_aware
+    if (info := tokenprune.method_info(name)).site is Site.PRE_LLM and not info.observables and not info.query_aware
 ]
 
 

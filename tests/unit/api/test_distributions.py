@@ -129,6 +129,24 @@ def test_the_core_alone_lists_methods_and_says_what_to_install() -> None:
         assert last.startswith("tokenprune.errors.MissingPackageError: ") and last.endswith(BENCH), (name, done)
 
 
+def test_without_transformers_the_core_reduces_and_lists_methods() -> None:
+    reduce = (
+        "import numpy, tokenprune\n"
+        "rows = numpy.random.default_rng(0).normal(size=(576, 8)).astype('float32')\n"
+        "print(tokenprune.reduce(rows, 'pool', keep=0.25, grid=(24, 24)).features.shape)"
+    )
+    patch = "import torch, tokenprune\ntokenprune.patch(torch.nn.Linear(2, 2))"
+    rules = "from tokenprune.testing import check_method\ncheck_method('divprune')"
+    listed = command("methods", "--runs-on", "features")
+    done, refused, checked, methods, families = without(
+        ["transformers"], reduce, patch, rules, listed, command("families")
+    )  # fmt: skip
+    assert done.stdout == "(144, 8)\n", done.stderr
+    assert refused.stderr.splitlines()[-1].endswith(": tokenprune.patch: pip install 'tokenprune-vlm[hf]'")
+    assert not checked.returncode and not methods.returncode and not families.returncode
+    assert "divprune" in methods.stdout and "fastv" not in methods.stdout and "scope" not in methods.stdout
+
+
 def test_the_benchmark_without_the_demo_imports_and_asks_for_questions_before_it_loads_a_model(tmp_path: Path) -> None:
     imports = (
         "import pkgutil, importlib, tokenprune_bench\n"

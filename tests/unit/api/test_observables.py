@@ -239,7 +239,7 @@ def test_methods_have_only_members_of_their_site() -> None:
 
 
 def test_needs_depend_on_options() -> None:
-    assert tokenprune.method("fastv").needs == {"last_row_attention"} == tokenprune.method_info("fastv").needs
+    assert tokenprune.method("fastv").needs == {"last_row_attention"} == tokenprune.method_info("fastv").observables
     assert tokenprune.method("fastv", query="all").needs == {"received_attention"}
     with pytest.raises(RegistrationError, match="leave out needs="):
         tokenprune.register("fast", site="IN_LLM", needs=("keys",))(

@@ -52,7 +52,8 @@ def test_third_party_method_works(family: Family, model) -> None:
     assert (info.name, info.site, info.paper, info.cls) == ("norms", Site.PRE_LLM, "none (a test)", cls)
     assert info.summary.startswith("Keep what is long.") and "Second" not in info.summary
     assert info.options == {"power": 1.0}
-    assert (info.query_aware, info.prefix_cache_safe, info.merges, info.needs) == (False, True, False, frozenset())
+    assert (info.query_aware, info.prefix_cache_safe, info.merges) == (False, True, False)
+    assert (info.observables, info.needs) == (frozenset(), {"features"})
     assert not info.capturable  # to check its scores for NaN the host waits
     inputs = family.make_inputs()
     hidden, _ = enter_decoder(family, model, inputs)

@@ -61,10 +61,14 @@ def test_a_later_patch_release_is_taken(newer, build) -> None:
 
 
 def test_the_requirement_ends_with_the_newest_version_tested() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    required = next(one for one in map(Requirement, listed) if one.name == "transformers")
-    assert required.specifier.contains(f"{compat.NEWEST}.9")
-    assert not required.specifier.contains(NEXT)
+    project, bench = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in (".", "benchmarks")
+    )
+    extras = project["optional-dependencies"]
+    for listed in (extras["hf"], extras["vllm"], bench["dependencies"]):
+        required = next(one for one in map(Requirement, listed) if one.name == "transformers")
+        assert required.specifier.contains(f"{compat.NEWEST}.9")
+        assert not required.specifier.contains(NEXT)
     for page in ("docs/start/install.md", "dev/README.md", "CHANGELOG.md"):
         assert compat.NEWEST in (ROOT / page).read_text(), page
 

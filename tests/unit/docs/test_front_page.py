@@ -60,9 +60,9 @@ def test_the_install_line_brings_the_packages_of_processors_and_of_device_map() 
     (extra,) = re.findall(r"'\.\[([\w,-]+)\]'", line)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     packages = {name for part in extra.split(",") for name in project["optional-dependencies"][part]}
-    assert {"torchvision", "accelerate"} <= packages
+    assert {"torchvision", "accelerate"} <= packages and any(one.startswith("transformers") for one in packages)
     # Each torchvision requires one torch: as a dependency of the core it could make pip replace the user's torch.
-    assert not any(one.startswith("torchvision") for one in project["dependencies"])
+    assert not any(one.startswith(("torchvision", "transformers")) for one in project["dependencies"])
     for page in ("docs/start/install.md", "demo/README.md", "benchmarks/README.md"):
         assert f"pip install {line}" in (ROOT / page).read_text(), page
 
@@ -212,7 +212,7 @@ def test_a_choice_that_other_questions_share_is_safe_with_a_prefix_cache(case: s
 
 @pytest.mark.parametrize("method", [ADVICE["no-attention"].method, ADVICE["general"].method, "dart"])
 def test_choices_without_attention_weights_need_none(method: str) -> None:
-    assert not [need for need in tokenprune.method_info(method).needs if "attention" in need]
+    assert not [need for need in tokenprune.method_info(method).observables if "attention" in need]
 
 
 def test_the_default_is_what_the_readme_says(build) -> None:
@@ -221,7 +221,7 @@ def test_the_default_is_what_the_readme_says(build) -> None:
         assert "tokenprune: divprune(), keep=0.25" in repr(model)
     assert "`tokenprune.patch(model)` without arguments uses `divprune` at `keep=0.25`" in " ".join(README.split())
     info = tokenprune.method_info("divprune")
-    assert info.prefix_cache_safe and not info.needs and info.cls.default_keep == 0.25
+    assert info.prefix_cache_safe and not info.observables and info.cls.default_keep == 0.25
 
 
 def test_the_citation_names_authors_and_license_of_the_project() -> None:

@@ -45,7 +45,7 @@ def methods() -> list[str]:
         for name, info in about.items()
         if name not in ALL_PAIRS
         and info.site in (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
-        and not any(need.startswith(("encoder", "frame", "patch")) for need in info.needs)
+        and not any(need.startswith(("encoder", "frame", "patch")) for need in info.observables)
     ]
 
 

@@ -39,7 +39,7 @@ METHODS: dict[str, dict[str, int]] = {"divprune": {}, "pool": {}, "dart": {}, "d
 READ_THE_TOWER = [
     name
     for name in MODEL_METHODS
-    if select_observables(tokenprune.method_info(name).needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
+    if select_observables(tokenprune.method_info(name).observables, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
 ]
 STEPS = 2
 

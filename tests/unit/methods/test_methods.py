@@ -170,7 +170,8 @@ def test_methods_are_frozen_and_documented() -> None:
     for name in METHODS:
         info = tokenprune.method_info(name)
         assert info.summary.endswith((".", "!")) and len(info.summary) < 300
-        assert info.paper and info.site in Site and info.needs <= set(tokenprune.selection.available_observables())
+        assert info.paper and info.site in Site
+        assert info.observables <= set(tokenprune.selection.available_observables())
         method = tokenprune.method(name)
         assert method.name == name and method == tokenprune.method(name, **info.options)
         assert not (method.query_aware and method.prefix_cache_safe)

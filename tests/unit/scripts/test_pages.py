@@ -51,5 +51,5 @@ def test_one_run_of_the_tower_serves_all_questions(name: str, script: Any, asked
 def test_what_is_encoded_once_reads_nothing_of_the_tower(script: Any) -> None:
     for name in script.AFTER:
         info = tokenprune.method_info(name)
-        assert info.site is tokenprune.Site.PRE_LLM and not any(one.startswith("encoder") for one in info.needs)
+        assert info.site is tokenprune.Site.PRE_LLM and not any(one.startswith("encoder") for one in info.observables)
     assert {*script.AFTER} < {name for row in script.METHODS for name in row}

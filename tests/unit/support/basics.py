@@ -25,7 +25,8 @@ _BEFORE_THE_DECODER = (Site.PRE_ENCODER, Site.IN_ENCODER)
 _ELSEWHERE = (*_BEFORE_THE_DECODER, Site.ATTENTION)
 # What compares the frames of videos leaves images alone, and is refused for families without videos. What merges them
 # in the tower is another matter: see test_frame_merging.py.
-_COMPARING = [name for name in METHODS if select_observables(tokenprune.method_info(name).needs, ObservedAt.FRAMES)]
+_INFOS = map(tokenprune.method_info, METHODS)
+_COMPARING = [info.name for info in _INFOS if select_observables(info.observables, ObservedAt.FRAMES)]
 VIDEO_METHODS = [name for name in _COMPARING if tokenprune.method_info(name).site not in _ELSEWHERE]
 # What reads something that not every family has: see test_tile_methods.py.
 TILE_METHODS = [name for name in METHODS if find_missing_observable(tokenprune.method(name), SUPPORTED["qwen2_vl"])]

@@ -192,7 +192,7 @@ def kind_of(method: str) -> tuple[Any, ...]:
     """Return what methods of one kind have in common: where they act, whether they merge, where what they need to see
     is observed, and what they do to a call's plan: several cuts, counts by content, withdrawal."""
     info = tokenprune.method_info(method)
-    seen = frozenset(find_observable(need).where for need in info.needs)
+    seen = frozenset(find_observable(need).where for need in info.observables)
     several = isinstance(info.cls(), Pruner) and len(info.cls().stages(Budget(keep=0.9), 32)) > 1
     return info.site, info.merges, seen, several, info.cls.chooses_count, bool(info.cls.min_tokens)
 
@@ -200,7 +200,7 @@ def kind_of(method: str) -> tuple[Any, ...]:
 def without(method: str) -> set[str]:
     """Return the families of zoo.py that take no videos, for a method of nothing else: tests of it skip there."""
     info = tokenprune.method_info(method)
-    frames = any(find_observable(need).where is ObservedAt.FRAMES for need in info.needs)
+    frames = any(find_observable(need).where is ObservedAt.FRAMES for need in info.observables)
     return {name for name, family in zoo.FAMILIES.items() if not family.video} if frames else set()
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import tokenprune
 from tokenprune import Selection
-from tokenprune.selection.apply import merge_tokens
 from tokenprune.selection.segments import Patches
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.testing import visual_tokens
@@ -98,7 +97,7 @@ def chosen(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
 def merged(tokens: VisualTokens, selection: Selection) -> Tensor:
     """Return the tokens after merging, shape (segments, tokens, channels)."""
     places = tokens.segments.position + torch.arange(len(tokens.counts))[:, None] * tokens.mask.shape[1]
-    return merge_tokens(tokens.hidden, selection, tokens.segments, places)
+    return selection.apply(tokens.hidden, places, tokens.mask)
 
 
 def budgets(layout: Layout, shares: Sequence[float] = (0.01, 0.1, 0.34, 0.75, 1.0)) -> list[list[int]]:

@@ -9,7 +9,7 @@ import torch
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.selection.frames import compute_frame_indices
-from tokenprune.selection.observable import Backend, Observable, ObservedAt
+from tokenprune.selection.observable import Backend, Input, Observable, ObservedAt
 from tokenprune.selection.observable_registry import register_observable, select_observables
 from tokenprune.selection.segments import ObservedAttention, Patches, Segments, Sizes
 from tokenprune.selection.source import TokenSource
@@ -90,6 +90,8 @@ class PatchLocations(Observable):
 
     def is_declared(self, needs: frozenset[str]) -> bool:
         return bool(select_observables(needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK))
+
+    from_input = Input.FEATURES
 
     def compute_per_patch(self, attention: ObservedAttention, protected: int) -> Tensor:
         """Return a placeholder with the shape of values per patch, (rows, H, patches). Its values are not used."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenprune.kernels.host_random import uniform
-from tokenprune.selection.observable import Backend, Observable, ObservedAt
+from tokenprune.selection.observable import Backend, Input, Observable, ObservedAt
 from tokenprune.selection.observable_bases import AttentionFromText, add_up
 from tokenprune.selection.observable_registry import register_observable
 from tokenprune.selection.segments import ObservedAttention, Segments, Sizes
@@ -161,6 +161,7 @@ class FirstLayerScores(Observable):
     where = ObservedAt.ENTRY
     axes = "SHN"
     needs_full_prompt = True
+    from_input = Input.DECODER
 
     def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         position, mask = source.find_text_after(segments)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.models.families import Family
-from tokenprune.selection.observable import Backend, Observable, ObservedAt
+from tokenprune.selection.observable import Backend, Input, Observable, ObservedAt
 from tokenprune.selection.observable_registry import register_observable
 from tokenprune.selection.segments import Patches, Segments, Sizes
 from tokenprune.selection.source import TokenSource
@@ -97,6 +97,7 @@ class TileMap(Observable):
     where = ObservedAt.TOWER
     axes = ""
     backends = frozenset({Backend.HF, Backend.VLLM})
+    from_input = Input.FEATURES
 
     def find_obstacle(self, row: Family) -> str | None:
         is_single_tile = row.patches == "tiles" and row.square == "always"

@@ -10,7 +10,7 @@ import torch
 
 from tokenprune.kernels.host_random import uniform
 from tokenprune.models.families import Family
-from tokenprune.selection.observable import Backend
+from tokenprune.selection.observable import Backend, Input
 from tokenprune.selection.observable_bases import TowerBlock, TowerInput, TowerOutput, TowerScores
 from tokenprune.selection.observable_registry import register_observable
 from tokenprune.selection.segments import ObservedAttention, Segments, Sizes
@@ -64,6 +64,8 @@ class EncoderReceivedAttention(TowerScores):
     Call it with a block of `encoder_layers`. The mean includes any class token. Tokens without a patch get 0.
     """
 
+    from_input = Input.TOWER_ATTENTION
+
     def compute_per_patch(self, attention: ObservedAttention, protected: int) -> Tensor:
         return compute_received(attention, protected)
 
@@ -88,6 +90,8 @@ class EncoderAttention(TowerScores):
     Call it with a block of `encoder_layers`. Without a class token, it is the mean attention from all patches of the
     tile or frame. Tokens without a patch get 0.
     """
+
+    from_input = Input.TOWER_ATTENTION
 
     def compute_per_patch(self, attention: ObservedAttention, protected: int) -> Tensor:
         if not protected or attention.starts is not None:

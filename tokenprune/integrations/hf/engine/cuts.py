@@ -28,7 +28,7 @@ from tokenprune.integrations.hf.towers.attention_scores import EncodedTokens
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.observation import Observation
 from tokenprune.kernels.transfer import to_device
-from tokenprune.selection.apply import merge_tokens, validate_selection
+from tokenprune.selection.apply import validate_selection
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.row_ends import keep_row_ends
@@ -73,7 +73,7 @@ def apply_selection(call: Call, step: Step, selection: Selection, hidden: Tensor
         keep = selection.keep & segments.mask
     flat_indices, merge = state.flat_indices(), None
     if selection.assign is not None:
-        merge = partial(merge_tokens, selection=selection, segments=segments, flat_indices=flat_indices)
+        merge = partial(selection.apply, index=flat_indices, mask=segments.mask)
         hidden = merge(hidden)
     padding = call.prompt.padding_to_drop if state.layout.valid is None else None
     call.state, slots = state.cut(keep, num_kept, flat_indices, padding, partial(adapter.cut_extras, merge=merge))

@@ -18,6 +18,7 @@ from tokenprune.integrations.hf.sequence.segments import RunsPerImage, VideoTimi
 from tokenprune.kernels.transfer import FIFOCache
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.models.families import Family
+from tokenprune.selection.apply import limit_budget
 from tokenprune.selection.method import Method
 from tokenprune.selection.segments import Segments, square_grid
 
@@ -156,11 +157,6 @@ class Plan:
     def with_floor(self, floor: Floor) -> Plan:
         """Return the plan of the same steps with an additional floor, which is applied last."""
         return replace(self, floors=(*self.floors, floor), stages=()).with_steps(stage.step for stage in self.stages)
-
-
-def limit_budget(method: Method, count: int, requested: int) -> int:
-    """Return the number of tokens that `method` keeps of a segment with `count` tokens and a budget of `requested`."""
-    return min(count, max(method.min_tokens, method.resolve_count(count, requested)))
 
 
 def plan_cuts(

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.budgets import Budget
-from tokenprune.integrations.hf.forward.plan import Plan, Stage, Step, limit_budget
+from tokenprune.integrations.hf.forward.plan import Plan, Stage, Step
 from tokenprune.integrations.hf.guard.pixels import SegmentLooks
 from tokenprune.integrations.hf.guard.settings import KINDS, is_tokens
 from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection.apply import limit_budget
 from tokenprune.selection.method import Method, Site
 from tokenprune.statistics import GuardFinding
 

@@ -20,7 +20,7 @@ from tokenprune.integrations.shared.towers.tower_scores import TowerValues, buil
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.host_random import normal
 from tokenprune.kernels.transfer import to_device
-from tokenprune.selection.apply import merge_tokens, validate_selection
+from tokenprune.selection.apply import validate_selection
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import Backend, ObservedAt
 from tokenprune.selection.observable_bases import TowerScores
@@ -170,7 +170,7 @@ def choose(
     if segments.row[-1]:
         indices = indices + segments.row_index * item_rows.shape[1]
     if selection.assign is not None:
-        rows = merge_tokens(item_rows, selection, segments, indices).flatten(0, 1)
+        rows = selection.apply(rows, indices, segments.mask)
     if _is_contiguous(segments):
         return kept.flatten(), rows
     # The last entry takes the values of padding.

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import find_observable, find_text_observable, suggest_names
-from tokenprune.selection.segments import Segments, TextView, VisualView
+from tokenprune.selection.segments import Patches, Segments, TextView, VisualView
 from tokenprune.selection.source import Readable, ReadableByRow, TokenSource
 from tokenprune.selection.tokens import VisualTokens
 
@@ -70,18 +70,19 @@ def visual_tokens(
     counts = [hidden.shape[1]] * len(hidden) if counts is None else list(counts)
     if len(counts) != len(hidden) or not all(1 <= count <= hidden.shape[1] for count in counts):
         raise OptionError(f"counts={counts} do not fit hidden {list(hidden.shape)}. Pass S numbers in [1, N].")
-    segments = _build_segments(hidden, counts, rows, grids, modality, observables.get("frames"))
+    segments = build_segments(hidden, counts, rows, grids, modality, observables.get("frames"))
     of_text = dict(text or {})
     for name in [name for name in observables if name.startswith("text_") and find_observable(name) is None]:
         of_text[name.removeprefix("text_")] = observables.pop(name)
     for name, value in observables.items():
-        _check_observable(name, value, hidden)
-    source = _TensorSource(observables | {"hidden": hidden}, of_text, final_norm)
+        check_observable(name, value, hidden)
+    source = TensorSource(observables | {"hidden": hidden}, of_text, final_norm)
     source.carry.update(carry or {})
     return VisualTokens(segments, _resolve_keep(keep, counts), source)
 
 
-def _check_observable(name: str, value: Any, hidden: Tensor) -> None:
+def check_observable(name: str, value: Any, hidden: Tensor) -> None:
+    """Raise OptionError if `name` is not an observable, or its shape does not fit the tokens."""
     reading = find_observable(name)
     if reading is None:
         raise OptionError(f"unknown observable {name!r}. {suggest_names(name) or 'See available_observables().'}")
@@ -110,7 +111,7 @@ def _resolve_keep(keep: Any, counts: list[int]) -> list[int]:
     return [budget.resolve_keep(count) for count in counts]
 
 
-def _build_segments(
+def build_segments(
     hidden: Tensor,
     counts: list[int],
     rows: Sequence[int] | None,
@@ -118,6 +119,7 @@ def _build_segments(
     modality: str | Sequence[str],
     frames: Sequence[list[int] | None] | None,
 ) -> Segments:
+    """Return the segments of visual tokens. See `visual_tokens` for the arguments."""
     num_segments, width = hidden.shape[:2]
     rows = list(range(num_segments)) if rows is None else list(rows)
     if len(rows) != num_segments or rows != sorted(rows):
@@ -149,8 +151,8 @@ def _frame_sizes(count: int, grid: tuple[int, int, int] | None, modality: str) -
 
 
 @dataclass
-class _TensorSource(TokenSource):
-    """Source of `VisualTokens` with given tensors, by name of the observable."""
+class TensorSource(TokenSource):
+    """Source of `VisualTokens` that reads plain tensors, by name of the observable."""
 
     visual: dict[str, Any]
     of_text: dict[str, Any]
@@ -170,12 +172,27 @@ class _TensorSource(TokenSource):
     def read(self, reading: Readable, tokens: VisualView, *layer: int | float) -> Any:
         if reading.name == "normed" and "normed" not in self.visual:
             return self.final_norm(tokens.hidden)
-        if reading.where is ObservedAt.FRAMES and reading.name not in self.visual:
+        if reading.where in (ObservedAt.FRAMES, ObservedAt.TOWER) and reading.name not in self.visual:
             return super().read(reading, tokens)
         value = _lookup(self.visual, reading.name, reading.name)
         if isinstance(value, Mapping):
             return _lookup(value, layer[0], f"{reading.name} of block {layer[0]}")
         return value
+
+    def read_tower(self, key: tuple[Any, ...], segments: Segments) -> Tensor:
+        value: Tensor = _lookup(self.visual, key[0], key[0])
+        return value
+
+    def patches(self, segments: Segments) -> Patches:
+        """Return the given patches, or those of images of one tile, if all grids are known."""
+        if "patches" in self.visual or any(grid is None for grid in segments.grids):
+            return cast(Patches, _lookup(self.visual, "patches", "patches"))
+        grids = torch.tensor(segments.grids, device=segments.mask.device)  # [S, 3]
+        height, width = (grids[:, axis, None].expand(segments.mask.shape) for axis in (1, 2))
+        index = torch.arange(segments.mask.shape[1], device=segments.mask.device).expand_as(height)
+        tile = torch.where(segments.mask, index // (height * width), -1)
+        row, column = index // width % height, index % width
+        return Patches(tile, row, column, height, width, torch.ones_like(tile), tiles=int(grids[:, 0].max()))
 
     def note(self, text: str) -> None:
         self.notes.append(text)
