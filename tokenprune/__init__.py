@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 # Names exported by each module. `_MODULES` lists the public modules.
 _NAMES = {
     "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "feature_cache", "method", "assistant"),
-    "tokenprune.reduction": ("reduce",),
+    "tokenprune.integrations.reduction": ("reduce",),
     "tokenprune.integrations.hf.pixels.api": ("patch_processor", "unpatch_processor"),
     "tokenprune_bench.recommend.recommendation": ("recommend",),
     "tokenprune_bench.profiling.model": ("demo_model",),
@@ -77,9 +77,9 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.feature_cache.cache import FeatureCache
     from tokenprune.integrations.hf.guard.settings import Guard
     from tokenprune.integrations.hf.pixels.api import patch_processor, unpatch_processor
+    from tokenprune.integrations.reduction import reduce
     from tokenprune.methods.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.models.token_counts import count_visual_tokens
-    from tokenprune.reduction import reduce
     from tokenprune.selection.method import Method, Pruner, Selection, Site
     from tokenprune.selection.tokens import VisualTokens
     from tokenprune.settings.saved import read_config, write_config

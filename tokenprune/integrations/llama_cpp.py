@@ -28,8 +28,8 @@ from tokenprune.errors import (
     UnsupportedModelError,
     UnsupportedSetupError,
 )
+from tokenprune.integrations.reduction import ReducedImage, find_stage, reduce, resolve_budget
 from tokenprune.methods import DEFAULT_METHOD
-from tokenprune.reduction import ReducedImage, find_stage, reduce, resolve_budget
 from tokenprune.selection.inputs import list_inputs
 from tokenprune.selection.method import Method, Pruner
 from tokenprune.selection.observable import Input

@@ -96,8 +96,8 @@ def test_faults_are_found(script: Any) -> None:
     assert module.faults(good, good) == []
     cases = {
         "spills 8 bytes": {"spills": 8}, "of shared memory": {"shared": 166913}, "a grid of": {"grid": [9, 65536, 1]},
-        "does not fit": {"occupancy": 0.0}, "registers 111, 100": {"registers": 111}, "size 1251": {"size": 1251},
-        "shared 1025": {"shared": 1025},
+        "does not fit": {"occupancy": 0.0}, "111 registers, 100": {"registers": 111}, "1251 size": {"size": 1251},
+        "1025 shared": {"shared": 1025},
     }  # fmt: skip
     for said, change in cases.items():
         found = module.faults(good | change, good)

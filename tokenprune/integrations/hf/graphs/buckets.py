@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from tokenprune.integrations.hf.graphs.capture import NotGraphedError, Pool
+from tokenprune.integrations.hf.graphs.capture import NotGraphedError, GraphPool
 from tokenprune.integrations.hf.graphs.replay import Bucket, LayerCall, Layers, States
 from tokenprune.integrations.hf.graphs.settings import Graphs
 from tokenprune.integrations.hf.graphs.steps import StepBucket, count_buffer_bytes
@@ -33,7 +33,7 @@ class Buckets:
         self._buckets: OrderedDict[Hashable, Any] = OrderedDict()
         self._refused: dict[Hashable, str] = {}  # a failed capture is not repeated in each call
         self._uses: Counter[Hashable] = Counter()  # calls before the capture
-        self._pool: Pool | None = None
+        self._pool: GraphPool | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
         return type(self)(copy.deepcopy(self.graphs, memo))
@@ -106,7 +106,7 @@ class Buckets:
                 return run()
             if self._pool is None or self._pool.stream.device != device:
                 self.clear()
-                self._pool = Pool(device)
+                self._pool = GraphPool(device)
             self._pool.begin()
             try:
                 return run()

@@ -16,7 +16,7 @@ class NotGraphedError(Exception):
     """A call or a group of layers cannot use graphs. The message is the reason."""
 
 
-class Pool:
+class GraphPool:
     """Memory pool and capture stream of the graphs of one device, and an event at the end of the last replay."""
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class Captured:
     bytes: int
 
 
-def capture(function: Function, pool: Pool | None) -> Captured:
+def capture(function: Function, pool: GraphPool | None) -> Captured:
     """Capture `function`, which reads and writes only tensors that stay alive. Without a pool it runs on a CPU."""
     if pool is None:
         return _capture_on_cpu(function)

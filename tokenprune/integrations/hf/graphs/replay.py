@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.graphs.capture import Captured, Pool, capture
+from tokenprune.integrations.hf.graphs.capture import Captured, GraphPool, capture
 
 States = dict[int, tuple[Tensor, Tensor]]
 Layers = Mapping[int, Callable[..., Any]]
@@ -121,7 +121,7 @@ class Bucket:
     shapes: dict[int, tuple[torch.Size, torch.Size]]
 
     @classmethod
-    def capture(cls, layers: Layers, call: LayerCall, length: int, pool: Pool | None) -> Bucket:
+    def capture(cls, layers: Layers, call: LayerCall, length: int, pool: GraphPool | None) -> Bucket:
         """Capture `layers` for `length` tokens. Inference mode must be off."""
         inputs = StaticInputs(call, length)
         mask = None if call.mask is None else _pad_mask(call.mask, length)

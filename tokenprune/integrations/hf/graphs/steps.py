@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tokenprune.integrations.hf.graphs.capture import Captured, NotGraphedError, Pool, capture
+from tokenprune.integrations.hf.graphs.capture import Captured, NotGraphedError, GraphPool, capture
 from tokenprune.integrations.hf.graphs.replay import LayerCall, Layers, StaticInputs
 
 Buffers = dict[int, tuple[Tensor, Tensor]]
@@ -64,7 +64,7 @@ class StepBucket:
 
     @classmethod
     def capture(
-        cls, layers: Layers, call: LayerCall, cached: Sequence[Any], capacity: int, pool: Pool | None
+        cls, layers: Layers, call: LayerCall, cached: Sequence[Any], capacity: int, pool: GraphPool | None
     ) -> StepBucket:
         """Capture `layers` for caches of up to `capacity` slots.
 
