@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describe methods, observables and families in tables. The site shows the properties of each method, the list of
-methods, the observables and the models that vLLM serves (dev/mkdocs_hooks.py). The table of families is written to
-docs/reference/families.md.
+methods, the observables, the limits of image processors and the models that vLLM serves (dev/mkdocs_hooks.py). The
+table of families is written to docs/reference/families.md.
 
 python dev/docs.py            # rewrite the table of families
 python dev/docs.py --check    # exit with 1 if the table is outdated (a test checks the same)
@@ -25,6 +25,7 @@ from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.methods.registry import MethodInfo
 from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.models.families.tested import list_tested_sites
+from tokenprune.models.token_counts import RULES, list_countable_processors
 from tokenprune.selection.docstrings import Docstring
 from tokenprune.selection.observable import Backend
 from tokenprune.selection.observable_registry import find_observable
@@ -198,6 +199,18 @@ def list_droppable_towers() -> list[str]:
         by_key = f"these and {only_keys}" + (f", without {no_keys}" if no_keys else "")
         lines.append(f"| {engine} | {both} | {only_states} | {by_key} |")
     return lines
+
+
+def limits() -> str:
+    """Return the table of image processors whose tokens `max_visual_tokens` limits. Equal cells share a row."""
+    settings = {"input": ("the size of each image", "those of smaller images"), "target": ("`size`", "squares")}
+    cells = {}
+    for name in list_countable_processors():
+        rule = RULES[name]
+        limit = rule.limit
+        cells[name] = (limit.setting, limit.values) if limit is not None else settings[str(rule.resizing)]
+    lines = ["| image processor | what is set | numbers of tokens |", "|---|---|---|"]
+    return "\n".join(lines + _group_rows((name, " | ".join(row)) for name, row in cells.items()))
 
 
 def _group_rows(rows: Iterable[tuple[str, str]]) -> list[str]:

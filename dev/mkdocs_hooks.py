@@ -62,6 +62,7 @@ MADE: dict[str, Callable[[], str]] = {
     "index": docs.index,
     "comparison": docs.comparison,
     "observables": docs.observables,
+    "limits": docs.limits,
     "served": docs.served,
     "not-served": docs.list_unserved,
     "house": lambda: house.table(house.in_numbers()),

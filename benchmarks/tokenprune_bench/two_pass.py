@@ -183,7 +183,7 @@ def compute_certainty(logits: tuple[Tensor, ...]) -> tuple[float, float]:
 def has_detailed_image(processor: Any, images: Any) -> bool:
     """Return True if an image looks like text, or has as much detail as the sharpest tenth of photographs."""
     from tokenprune.methods.pixels.dynres import measure_detail
-    from tokenprune.models.token_counts import get_image_processor
+    from tokenprune.models.processor_settings import get_image_processor
     from tokenprune.selection.images import InputImage, collect_images
 
     fetched = get_image_processor(processor).fetch_images(images)

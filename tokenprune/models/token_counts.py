@@ -9,53 +9,14 @@ The rest is arithmetic, tested against the real processors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
-
-
-@dataclass(frozen=True)
-class SettingsReader:
-    """Reads settings as a processor call would: first the call's keyword arguments, then the image processor.
-
-    Args:
-        processor: A processor or image processor.
-        overrides: Keyword arguments of the call.
-    """
-
-    processor: Any
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def image(self) -> Any:
-        return get_image_processor(self.processor)
-
-    def __call__(self, name: str) -> Any:
-        value = self.overrides.get(name)
-        return getattr(self.image, name, None) if value is None else value
-
-    def size(self, name: str = "size") -> dict[str, int]:
-        value = self(name) or {}
-        if isinstance(value, (int, list, tuple)):
-            from transformers.image_processing_utils import get_size_dict
-
-            square = name == "crop_size" or bool(self("default_to_square"))
-            value = get_size_dict(value, default_to_square=square, param_name=name)
-        return {edge: length for edge, length in dict(value).items() if length}
-
-    def get_processor_setting(self, name: str) -> Any:
-        """Return a setting that only a full processor has. Raises OptionError for an image processor."""
-        value = getattr(self.processor, name, None)
-        if value is None:
-            raise OptionError(
-                f"{type(self.processor).__name__} has no setting {name}. Pass the model's processor, "
-                "not its image processor."
-            )
-        return value
-
+from tokenprune.models import resize_targets, token_limits
+from tokenprune.models.processor_settings import SettingsReader, get_image_processor
 
 Count = Callable[[SettingsReader, int, int, int], int]
 
@@ -69,29 +30,28 @@ class CountRule:
         resizing: Same as `Family.resizing`.
         grid: Function (settings, height, width) -> rows and columns of tokens, pixels per token side, minimum and
             maximum pixels of an image. None if the processor does not make one grid per image within `size`.
+        limit: Setting that limits the tokens of an image. None if the size of the image limits them.
+        target: Function (settings, height, width) -> height and width to which the processor resizes an image.
     """
 
     count: Count
     resizing: str | None
     grid: Callable[[SettingsReader, int, int], tuple[int, int, int, int, int]] | None = None
-
-
-def get_image_processor(processor: Any) -> Any:
-    """Return the image processor of a processor, or the argument itself."""
-    return getattr(processor, "image_processor", processor)
+    limit: token_limits.NativeLimit | None = None
+    target: Callable[[SettingsReader, int, int], tuple[int, int]] | None = None
 
 
 def find_rule(processor: Any) -> CountRule | None:
     """Return the rule of a processor or image processor, or None if its tokens cannot be counted."""
     for cls in type(get_image_processor(processor)).__mro__:
-        if rule := _RULES.get(cls.__name__.removesuffix("Pil").removesuffix("Fast")):
+        if rule := RULES.get(cls.__name__.removesuffix("Pil").removesuffix("Fast")):
             return rule
     return None
 
 
 def list_countable_processors() -> list[str]:
     """Return the class names of image processors with countable tokens, sorted."""
-    return sorted(_RULES)
+    return sorted(RULES)
 
 
 def count_visual_tokens(processor: Any, height: int, width: int, *, images: int = 1, **images_kwargs: Any) -> int:
@@ -154,6 +114,11 @@ def _qwen_grid(read: SettingsReader, height: int, width: int) -> tuple[int, int,
     return high // factor, wide // factor, factor, min_value, max_value
 
 
+def _qwen_target(read: SettingsReader, height: int, width: int) -> tuple[int, int]:
+    rows, columns, factor, _, _ = _qwen_grid(read, height, width)
+    return rows * factor, columns * factor
+
+
 def _limits(read: SettingsReader) -> tuple[int, int]:
     """Return minimum and maximum pixels. transformers calls them edges, but they are areas."""
     size = read.size()
@@ -161,6 +126,15 @@ def _limits(read: SettingsReader) -> tuple[int, int]:
         read.overrides.get("min_pixels") or size["shortest_edge"],
         read.overrides.get("max_pixels") or size["longest_edge"],
     )
+
+
+# -- GLM-4.1V and later
+
+
+def _glm(read: SettingsReader, height: int, width: int, images: int) -> int:
+    settings = {name: read(name) for name in ("patch_size", "merge_size")} | {"size": read.size()}
+    with _check_image_size(height, width):
+        return read.image.get_number_of_image_patches(height, width, settings) // read("merge_size") ** 2
 
 
 # -- SigLIP2 NaFlex
@@ -308,16 +282,43 @@ def _with_long_side(height: int, width: int, long: int, even: bool = False) -> t
     return (short, long) if width >= height else (long, short)
 
 
-_RULES: dict[str, CountRule] = {
-    "Qwen2VLImageProcessor": CountRule(_qwen, "input", _qwen_grid),
-    "Siglip2ImageProcessor": CountRule(_naflex, None),
-    "Lfm2VlImageProcessor": CountRule(_lfm2, "input"),
-    "PixtralImageProcessor": CountRule(_pixtral, "input"),
-    "LlavaNextImageProcessor": CountRule(_llava_next, "input"),
-    "LlavaOnevisionImageProcessor": CountRule(_onevision, "input"),
-    "CLIPImageProcessor": CountRule(_llava, "target"),
-    "LlavaImageProcessor": CountRule(_llava, "target"),
-    "GotOcr2ImageProcessor": CountRule(_internvl, None),
-    "Idefics3ImageProcessor": CountRule(_idefics3, None),
-    "SmolVLMImageProcessor": CountRule(_idefics3, None),
+def _gemma4(read: SettingsReader, height: int, width: int, images: int) -> int:
+    from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_preserving_size
+
+    patch, pool = read("patch_size"), read("pooling_kernel_size")
+    with _check_image_size(height, width):
+        size = get_aspect_ratio_preserving_size(height, width, patch, read("max_soft_tokens") * pool**2, pool)
+    return math.prod(size) // (patch * pool) ** 2
+
+
+def _deepseek_ocr2(read: SettingsReader, height: int, width: int, images: int) -> int:
+    names = ("crop_to_patches", "min_patches", "max_patches", "tile_size")
+    view, tile = token_limits.count_deepseek_views(read)
+    views = read.image.get_number_of_image_patches(height, width, {name: read(name) for name in names})
+    return view + 1 + tile * (views - 1)
+
+
+_GLM = CountRule(_glm, "input", limit=token_limits.GLM, target=resize_targets.find_glm)
+_LLAVA = CountRule(_llava, "target", target=resize_targets.find_square)
+_IDEFICS3 = CountRule(_idefics3, None, limit=token_limits.IDEFICS3, target=resize_targets.find_longest_edge)
+
+RULES: dict[str, CountRule] = {
+    "Qwen2VLImageProcessor": CountRule(_qwen, "input", _qwen_grid, target=_qwen_target),
+    "Glm4vImageProcessor": _GLM,
+    "Glm46VImageProcessor": _GLM,
+    "GlmgaImageProcessor": _GLM,
+    "Siglip2ImageProcessor": CountRule(_naflex, None, limit=token_limits.NAFLEX, target=resize_targets.find_naflex),
+    "Lfm2VlImageProcessor": CountRule(_lfm2, "input", limit=token_limits.LFM2, target=resize_targets.find_lfm2),
+    "Gemma4ImageProcessor": CountRule(_gemma4, None, limit=token_limits.GEMMA4, target=resize_targets.find_gemma4),
+    "DeepseekOcr2ImageProcessor": CountRule(
+        _deepseek_ocr2, None, limit=token_limits.DEEPSEEK_OCR2, target=resize_targets.find_deepseek
+    ),
+    "PixtralImageProcessor": CountRule(_pixtral, "input", target=resize_targets.find_longest_edge),
+    "LlavaNextImageProcessor": CountRule(_llava_next, "input", target=resize_targets.find_anyres),
+    "LlavaOnevisionImageProcessor": CountRule(_onevision, "input", target=resize_targets.find_anyres),
+    "CLIPImageProcessor": _LLAVA,
+    "LlavaImageProcessor": _LLAVA,
+    "GotOcr2ImageProcessor": CountRule(_internvl, None, limit=token_limits.INTERNVL, target=resize_targets.find_tiles),
+    "Idefics3ImageProcessor": _IDEFICS3,
+    "SmolVLMImageProcessor": _IDEFICS3,
 }

@@ -28,6 +28,7 @@ class InputImage:
         num_prompt_images: Number of images in that list.
         count: Function from (height, width) to the number of visual tokens. None if the processor is not supported.
         question: Question of the prompt if the method sets `reads_question`, else an empty string.
+        full_size: (height, width) of the file, if the image was decoded at a smaller size.
 
     Examples:
         >>> InputImage(image).size
@@ -40,10 +41,13 @@ class InputImage:
     num_prompt_images: int = 1
     count: Callable[[int, int], int] | None = None
     question: str = ""
+    full_size: tuple[int, int] | None = None
 
     @cached_property
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels."""
+        if self.full_size is not None:
+            return self.full_size
         if isinstance(self.image, Image.Image):
             return self.image.height, self.image.width
         height, width = self._planes.shape[-2:]

@@ -12,6 +12,7 @@ from tokenprune.errors import BudgetError, OptionError, shorten
 from tokenprune.methods.registry import did_you_mean, method_class
 from tokenprune.settings.json_values import to_plain_json
 from tokenprune.settings.keys import IN_LLM, LIMIT, SCOPE
+from tokenprune.settings.max_visual_tokens import check_limit
 
 _EXAMPLE = '{"method": "divprune", "keep": 0.25}'
 _BY_AGE = '{"keep": 1.0, "age": [[0, 1.0], [2, 0.5]], "step": 4}'
@@ -37,7 +38,7 @@ def read_setting(value: Any, where: str) -> dict[str, Any]:
     options = {name: option for name, option in value.items() if name not in SCOPE}
     _check_options(options, where)
     fields = {"keep": value.get("keep"), "per": value.get("per"), "off": value.get("off")}
-    fields["in_llm"] = value.get(IN_LLM)
+    fields |= {"in_llm": value.get(IN_LLM), "max_visual_tokens": value.get(LIMIT)}
     if "method" not in value:
         return fields | ({"options": (options,)} if options else {})
     methods = _read_methods(value["method"], options, where)
@@ -55,6 +56,8 @@ def _check_scope(value: Mapping[str, Any], where: str) -> None:
         raise OptionError(f"{where}: off excludes other keys. Leave out {', '.join(sorted(set(value) - {'off'}))}.")
     if IN_LLM in value and not isinstance(in_llm, bool):
         raise OptionError(f"{where}: {IN_LLM} must be true or false, not {shorten(in_llm)}")
+    if LIMIT in value:
+        check_limit(value[LIMIT], [])
     if "per" in value and not isinstance(per, str):
         raise OptionError(f'{where}: per must be "image" or "frame", not {shorten(per)}')
     if "keep" in value and value["keep"] is None:
@@ -66,10 +69,6 @@ def _check_options(options: Mapping[str, Any], where: str) -> None:
     if "feature_cache" in options:
         raise OptionError(
             f"{where}: feature_cache is not part of a setting. Pass it to tokenprune.patch() (vLLM has its own cache)."
-        )
-    if LIMIT in options:
-        raise OptionError(
-            f'{where}: {LIMIT} is not a key of a setting. Write "method": ["downsample", ...], "keep": [...].'
         )
     for name in TARGETS[1:]:
         if name in options:

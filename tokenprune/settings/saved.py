@@ -17,6 +17,7 @@ from typing import Any
 from tokenprune.errors import ConfigError, shorten
 from tokenprune.selection.files import File, describe_error
 from tokenprune.settings import Setting
+from tokenprune.settings.keys import LIMIT
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def read_config(source: str | Path | Mapping[str, Any] | Setting) -> Setting:
 def _check(content: Any, name: str) -> Setting:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{name} is not a configuration. Expected {_SHAPE}.")
-    if "method" in content or "off" in content:  # only a setting
+    if any(key in content for key in ("method", "off", LIMIT)):  # only a setting
         only_setting = {key: value for key, value in content.items() if key != "guard"}
         guard = {key: content[key] for key in content if key == "guard"}
         content = {"schema": SCHEMA, "setting": only_setting, **guard}

@@ -22,7 +22,8 @@ from tokenprune.selection.method import Method, Site
 from tokenprune.selection.options import get_file_options, get_option_types
 from tokenprune.selection.sites import check_sites
 from tokenprune.settings.from_json import describe_ambiguity, describe_missing_method, read_setting
-from tokenprune.settings.keys import IN_LLM, SCOPE
+from tokenprune.settings.keys import IN_LLM, LIMIT, SCOPE
+from tokenprune.settings.max_visual_tokens import LIMITER, apply_limit
 from tokenprune.settings.one_line import format_method, read_line
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Setting:
         where: Name of the setting in messages, such as its file name.
         guard: Guard for `patch`: "warn", "auto" or "off". Only set by files.
         tuned: Measurements of `tokenprune tune`, and the model. Only set by files.
+        max_visual_tokens: Maximum number of tokens per image before the methods select tokens. It acts as `downsample`
+            in front of the methods, and does not count as one of `names`.
         bounds: Upper bounds of the budget for an older image, as shares or numbers of tokens. Only vLLM sets it, for
             the images of a budget by age. JSON does not hold it.
 
@@ -69,6 +72,7 @@ class Setting:
     guard: str | None = None
     tuned: dict[str, Any] = field(default_factory=dict)
     bounds: tuple[float | int, ...] = ()
+    max_visual_tokens: int | None = None
 
     @classmethod
     def from_json(cls, value: Any, where: str = "setting") -> Setting:
@@ -103,7 +107,13 @@ class Setting:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that `from_json` reads as this setting, without `guard` and `tuned`."""
         methods = [{"method": name, **_without_content(options)} for name, options in self._methods_with_options()]
-        scope = {"keep": self.keep, "per": self.per, "off": self.off, IN_LLM: self.in_llm}
+        scope = {
+            "keep": self.keep,
+            "per": self.per,
+            "off": self.off,
+            IN_LLM: self.in_llm,
+            LIMIT: self.max_visual_tokens,
+        }
         if len(methods) > 1:
             value: dict[str, Any] = {"method": methods}
         else:
@@ -127,13 +137,19 @@ class Setting:
         return "+".join(self.names)
 
     @property
+    def all_names(self) -> tuple[str, ...]:
+        """Names of the methods, with `downsample` for `max_visual_tokens`."""
+        return self.names if self.max_visual_tokens is None else (LIMITER, *self.names)
+
+    @property
     def keep_text(self) -> str:
         """`keep` of each method, such as "0.5, 0.25". Empty if it is not set."""
         keeps = self.keep if isinstance(self.keep, list) else [] if self.keep is None else [self.keep]
         return ", ".join(f"{keep}" if isinstance(keep, dict) else f"{keep:g}" for keep in keeps)
 
     def __str__(self) -> str:
-        return f"{self.name} {self.keep_text}".strip()
+        limit = "" if self.max_visual_tokens is None else f"{LIMIT}={self.max_visual_tokens}"
+        return " ".join(filter(None, (limit, self.name, self.keep_text)))
 
     def __eq__(self, other: object) -> bool:
         return self._key == other._key if isinstance(other, Setting) else NotImplemented
@@ -167,9 +183,10 @@ class Setting:
     @cached_property
     def methods(self) -> list[Method]:
         """Configured methods. Raises OptionError if an option is invalid, or there is no method."""
-        if not self.names:
+        if not self.names and (self.max_visual_tokens is None or self.keep is not None):
             raise OptionError(describe_missing_method(self.where, self.off))
-        return [self._build(*method) for method in self.with_files()._methods_with_options()]
+        methods = [self._build(*method) for method in self.with_files()._methods_with_options()]
+        return apply_limit(methods, [], self.max_visual_tokens)[0]
 
     @cached_property
     def budgets(self) -> list[Budget]:
@@ -181,7 +198,8 @@ class Setting:
             raise BudgetError(
                 f"{self.where}: keep has {len(keeps)} entries for {len(defaults)} methods. Pass one, or one per method."
             )
-        return [Budget.from_json(keep, "image" if self.per is None else self.per) for keep in keeps]
+        budgets = [Budget.from_json(keep, "image" if self.per is None else self.per) for keep in keeps]
+        return apply_limit([], budgets, self.max_visual_tokens)[1]
 
     def _build(self, name: str, options: Options) -> Method:
         try:
@@ -272,19 +290,22 @@ class Setting:
     def joint_share(self) -> float:
         """The product of all shares, for a setting without numbers of tokens."""
         shares = (self.pixel_budget.keep, self.budget.keep, *self.bounds)
-        return math.prod(share for share in shares if share is not None)
+        return math.prod(share for share in shares if isinstance(share, float))
 
     @cached_property
     def joint_keep(self) -> float | int:
         """The share or the number of tokens that `pixel_method` and `method` together keep of a new image."""
-        if isinstance(self.budget.keep, int):
-            return count_kept(self.budget.keep, self.bounds)
+        limit, keep = self.pixel_budget.keep, self.budget.keep
+        if isinstance(limit, int) and keep is not None:
+            keep = min(keep, limit) if isinstance(keep, int) else max(1, round(limit * keep))
+        if isinstance(keep, int):
+            return count_kept(keep, self.bounds)
         counts = [bound for bound in self.bounds if isinstance(bound, int)]
         return min(counts) if counts else round(self.joint_share, 4)
 
     @property
     def _methods_or_none(self) -> list[Method]:
-        return self.methods if self.names else []
+        return self.methods if self.all_names else []
 
     def _budget_of(self, method: Method | None) -> Budget:
         return Budget(keep=1.0) if method is None else self.budgets[self.methods.index(method)]
@@ -346,6 +367,7 @@ class Setting:
             self.off,
             below.in_llm if self.in_llm is None and is_same else self.in_llm,
             self.where,
+            max_visual_tokens=below.max_visual_tokens if self.max_visual_tokens is None else self.max_visual_tokens,
         )
 
 

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from tokenprune.settings import Setting
 
 
+PROCESSOR_LIMIT = 0.3  # share of the time to first token from which a hint is printed
+
+
 def profile(
     image: Annotated[
         list[Path] | None, typer.Option(help="Image file. Repeat for several. Default: the largest held-out image.")
@@ -125,6 +128,12 @@ def profile(
             )
             shares = _compute_shares(setting, keeps, result.visual_tokens_per_image)
             _print_table(build_stage_table(result), details)
+            if max_visual_tokens is None and result.processor_share >= PROCESSOR_LIMIT:
+                say(
+                    f"The processor takes {result.processor_share:.0%} of the time to the first token. Limit the "
+                    "image before it: --max-visual-tokens 320, and tokenprune.load_image for JPEG files.",
+                    "dim",
+                )
             for share in shares if details else ():
                 _print_once(printed, build_limit_table(result.model, result.load, share), details)
     if not details:

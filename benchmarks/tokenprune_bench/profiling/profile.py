@@ -88,6 +88,12 @@ class Profile:
     images: int = 1
 
     @property
+    def processor_share(self) -> float:
+        """Share of the time to first token that the processor takes, with the setting if there is one."""
+        run = (self.after or self.before).median_run
+        return run["processor"] / sum(run[stage] for stage in FIRST_TOKEN)
+
+    @property
     def visual_tokens_per_image(self) -> float:
         """Visual tokens per image, unpatched."""
         return self.load.visual / self.images

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -275,3 +276,15 @@ def test_towers_without_a_closed_form_are_said_of_a_config_too() -> None:
     with pytest.raises(UnsupportedModelError, match="closed form"):
         CostModel.from_config(config)
     assert dataclasses.replace(CostModel.from_config(limits.SHAPES[0].build_config()), tower=None).tower is None
+
+
+def test_the_share_of_the_processor_is_that_of_the_patched_model_if_there_is_one() -> None:
+    def side(processor: float) -> SideProfile:
+        return SideProfile([dict.fromkeys(FIRST_TOKEN, 1.0) | {"processor": processor}])
+
+    others = len(FIRST_TOKEN) - 1
+    unused: Any = None
+    profile = Profile(None, side(others), None, unused, unused, {}, None)
+    assert profile.processor_share == 0.5
+    profile.after = side(3 * others)
+    assert profile.processor_share == 0.75

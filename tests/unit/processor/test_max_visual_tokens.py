@@ -82,7 +82,10 @@ def test_the_default_method_follows_where_only_keep_is_given() -> None:
         ({"max_visual_tokens": 64, "method": "downsample", "keep": 0.5}, OptionError, "Leave out one"),
         ({"max_visual_tokens": 64, "method": ["dynres", "divprune"]}, OptionError, "and so does dynres"),
         ({"max_visual_tokens": 64, "config": CONFIG}, OptionError, "Pass either config="),
-        ({"config": CONFIG | {"max_visual_tokens": 64}}, OptionError, "is not a key of a setting"),
+        ({"config": CONFIG | {"max_visual_tokens": 0}}, BudgetError, "must be a number of tokens"),
+        ({"config": CONFIG | {"max_visual_tokens": None}}, BudgetError, "must be a number of tokens"),
+        ({"config": {"max_visual_tokens": 64, "keep": 0.5}}, OptionError, "names no method"),
+        ({"config": {"max_visual_tokens": 64, "method": "dynres"}}, OptionError, "and so does dynres"),
         ({"max_visual_tokens": 64, "processor": None}, TokenPruneError, "processor"),
     ],
 )
@@ -94,6 +97,32 @@ def test_what_it_cannot_be_is_refused_and_nothing_changes(given: dict, error: ty
     assert not tokenprune.is_patched(model)
     after = asked(processor, photo(300, 200))
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("rest", [{}, CONFIG, {"method": ["divprune", "fastv"], "keep": [0.5, 0.25]}])
+def test_a_config_holds_it(rest: dict) -> None:
+    model, processor = demo_model(), llava()
+    setting = tokenprune.Setting.from_json({"max_visual_tokens": 64} | rest)
+    assert tokenprune.Setting.from_json(setting.to_json()) == setting and setting.max_visual_tokens == 64
+    with tokenprune.patched(model, config=setting.to_json(), processor=processor):
+        described, inputs = repr(model), asked(processor, photo(300, 200))
+    names = rest.get("method")
+    methods = [tokenprune.method(name) for name in names] if isinstance(names, list) else names
+    with tokenprune.patched(model, methods, keep=rest.get("keep"), max_visual_tokens=64, processor=processor):
+        assert repr(model) == described
+    assert int((inputs["input_ids"] == model.config.image_token_id).sum()) == 64
+
+
+def test_layers_of_settings_merge_it() -> None:
+    read = tokenprune.Setting.from_json
+    server, profile = read(CONFIG | {"max_visual_tokens": 64}), read({"keep": 0.25})
+    merged = profile.merge_onto(server)
+    assert merged.to_json() == {"method": "divprune", "keep": 0.25, "max_visual_tokens": 64}
+    other = read({"max_visual_tokens": 16}).merge_onto(server)
+    assert other.to_json() == CONFIG | {"max_visual_tokens": 16}
+    assert read({"max_visual_tokens": 16}) != read({"max_visual_tokens": 17})
+    assert (merged.joint_keep, other.joint_keep, read({"max_visual_tokens": 16}).joint_keep) == (16, 8, 16)
+    assert merged.names == ("divprune",) and merged.all_names == ("downsample", "divprune")
 
 
 def test_a_processor_alone_takes_it() -> None:

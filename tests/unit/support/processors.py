@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers.models.deepseek_ocr2.image_processing_deepseek_ocr2 import DeepseekOcr2ImageProcessor
+from transformers.models.gemma4.image_processing_gemma4 import Gemma4ImageProcessor
+from transformers.models.glm4v.image_processing_glm4v import Glm4vImageProcessor
+from transformers.models.glm46v.image_processing_glm46v import Glm46VImageProcessor
+from transformers.models.glmga.image_processing_glmga import GlmgaImageProcessor
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.idefics3.image_processing_idefics3 import Idefics3ImageProcessor
 from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
@@ -90,6 +95,8 @@ class Partial:
     image_processor: Any
     image_seq_length: int = 4
     image_seq_len: int = 4
+    patch_size: int = 4
+    downsample_ratio: int = 2
 
     def __call__(self, images: Any, **kwargs: Any) -> Any:
         return self.image_processor(images, **kwargs)
@@ -149,11 +156,42 @@ def _pixtral(size: dict[str, int] | None = None, **settings: Any) -> Any:
     return PixtralProcessor(image, tokenizer(), patch_size=4, image_token="<image>", **settings)
 
 
+def _glm(cls: Any) -> Counted:
+    return Counted(
+        lambda **settings: cls(patch_size=4, **settings),
+        lambda processor, image: int(processor(image)["image_grid_thw"].prod()) // 4,
+        ({"size": {"shortest_edge": 16 * 128, "longest_edge": 128 * 128}}, {"temporal_patch_size": 1}),
+    )
+
+
+def _views(processor: Any, image: torch.Tensor) -> int:
+    """Tokens of the views that DeepSeek-OCR 2's processor makes, and one separator; 8 pixels a token."""
+    made = processor(image)
+    views = [*made["pixel_values"], *made.get("pixel_values_local", [])]
+    return 1 + sum((view.shape[-1] // 8) ** 2 for view in views)
+
+
 COUNTED: dict[str, Counted] = {
     "Qwen2VLImageProcessor": Counted(
         lambda **settings: Qwen2VLImageProcessor(patch_size=4, **settings),
         lambda processor, image: int(processor(image)["image_grid_thw"].prod()) // processor.merge_size**2,
         ({"size": {"shortest_edge": 16 * 64, "longest_edge": 128 * 64}}, {"merge_size": 1}),
+    ),
+    "Glm4vImageProcessor": _glm(Glm4vImageProcessor),
+    "Glm46VImageProcessor": _glm(Glm46VImageProcessor),
+    "GlmgaImageProcessor": _glm(GlmgaImageProcessor),
+    "Gemma4ImageProcessor": Counted(
+        lambda **settings: Gemma4ImageProcessor(patch_size=2, pooling_kernel_size=2, **settings),
+        lambda processor, image: int(processor(image)["num_soft_tokens_per_image"][0]),
+        ({"max_soft_tokens": 70}, {"max_soft_tokens": 280}),
+    ),
+    "DeepseekOcr2ImageProcessor": Counted(
+        lambda **settings: Partial(
+            DeepseekOcr2ImageProcessor(size={"height": 160, "width": 160}, tile_size=24, **settings)
+        ),
+        _views,
+        ({}, {"max_patches": 4}),
+        different=5,
     ),
     "Siglip2ImageProcessor": Counted(
         lambda **settings: Siglip2ImageProcessor(patch_size=4, **settings),

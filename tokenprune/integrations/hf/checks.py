@@ -18,6 +18,7 @@ from tokenprune.selection.method import Site
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import select_observables
 from tokenprune.selection.sites.encoder import TowerMethod
+from tokenprune.selection.sites.pixels import ResizeMethod
 
 # Observables of the attention in the layer before a cut, and in the layer after it.
 BEFORE, AFTER = (ObservedAt.LAYER_BEFORE, ObservedAt.UNROTATED), (ObservedAt.NEXT_LAYER,)
@@ -53,6 +54,8 @@ def check_methods(steps: Iterable[Step], adapter: Adapter) -> None:
         method, acts = step.method, step.acts
         if isinstance(method, TowerMethod):
             acts = not method.is_identity(step.budget)
+        if isinstance(method, ResizeMethod) and step.budget.tokens is not None:
+            acts = False  # the processor decides whether it can limit tokens, see Resizer
         checks.check(method, adapter.family, config=adapter.config, acts=acts)
 
 

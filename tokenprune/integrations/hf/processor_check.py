@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenprune.errors import OptionError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.models.token_counts import get_image_processor
+from tokenprune.models.processor_settings import get_image_processor
 
 # Names of the placeholder in processors of transformers. `image_token` is another token in Gemma 3 and Llama 4.
 _IMAGE_TOKENS = ("image_token", "img_patch_token", "context_image_token")

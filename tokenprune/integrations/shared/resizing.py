@@ -12,7 +12,8 @@ from typing import Any
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
-from tokenprune.models.token_counts import SettingsReader, find_rule, get_image_processor
+from tokenprune.models.processor_settings import SettingsReader, get_image_processor
+from tokenprune.models.token_counts import find_rule
 from tokenprune.selection.images import InputImage, collect_images
 from tokenprune.selection.sites.pixels import ResizeMethod
 
@@ -29,6 +30,8 @@ class Resizer:
     - "target": The processor resizes every image to one size, so this size is reduced. The tower interpolates its
       position embeddings.
     - None: Neither is possible.
+
+    A number of tokens uses the processor's own setting instead, if it has one (`CountRule.limit`).
 
     Args:
         adapter: Adapter of the model that takes the pixels, or None if only the processor is known.
@@ -48,12 +51,13 @@ class Resizer:
             return
         self.rule = find_rule(processor)
         self.resizing = self.rule.resizing if self.rule else adapter.family.resizing if adapter else None
+        self.limit = self.rule.limit if self.rule and self.max_tokens is not None else None
         self._check()
 
     def _check(self) -> None:
         name, keep = self.method.name, self.budget.keep
         has_images = callable(getattr(self.image_processor, "preprocess", None))
-        if self.resizing is None and (self.rule or self.adapter):
+        if self.limit is None and self.resizing is None and (self.rule or self.adapter):
             family = self.adapter.config.model_type if self.adapter else type(self.image_processor).__name__
             raise UnsupportedSetupError(
                 f"{name} has no effect on {family!r}: small and large images get the same number of tokens. "
@@ -63,6 +67,9 @@ class Resizer:
             raise BudgetError(f"{name} does not support {self.budget}. Set keep to a share (a float).")
         if self.max_tokens is None:
             self.method.check_keep(float(keep))
+        elif self.limit is not None:
+            self.limit.choose(SettingsReader(self.processor), self.max_tokens)  # raises if it is too small
+            return
         if not has_images and self.processor is not None:
             raise OptionError(
                 f"{name} acts on pixels, and a {type(self.processor).__name__} does not make any. Pass the model's "
@@ -107,39 +114,65 @@ class Resizer:
                 "positions. Use a method that acts on the model, such as 'pool'."
             )
 
-    def resize(self, images: Any, kwargs: dict[str, Any], questions: Iterable[str] = ()) -> tuple[Any, dict[str, Any]]:
+    def resize(
+        self,
+        images: Any,
+        kwargs: dict[str, Any],
+        questions: Iterable[str] = (),
+        sizes: Iterable[tuple[int, int] | None] = (),
+    ) -> tuple[Any, dict[str, Any]]:
         """Return the images and keyword arguments of a processor's call after resizing.
 
         Args:
             questions: The question of each image, for methods that read questions.
+            sizes: (height, width) of the file of each image that was decoded at a smaller size, None for the others.
         """
         if self.identity:
             return images, kwargs
         read = SettingsReader(self.processor, kwargs)
-        rule, remaining = self.rule, iter(questions)
+        rule, remaining, full_sizes = self.rule, iter(questions), iter(sizes)
 
         def make(image: Any, prompt: int, companions: int) -> InputImage:
             count = None if rule is None else lambda height, width: rule.count(read, height, width, companions)
-            return InputImage(image, kwargs.get("input_data_format"), prompt, companions, count, next(remaining, ""))
+            channels, question = kwargs.get("input_data_format"), next(remaining, "")
+            return InputImage(image, channels, prompt, companions, count, question, next(full_sizes, None))
 
         inputs, rebuild = collect_images(self.image_processor.fetch_images(images), make)
         if not inputs:
             return images, kwargs
-        shares = self._compute_shares(inputs)
+        new_sizes, kwargs = self.plan(inputs, kwargs)
+        self._record(inputs, new_sizes, kwargs)
+        return rebuild([image.resize(*size) for image, size in zip(inputs, new_sizes, strict=True)]), kwargs
+
+    def plan(self, images: list[InputImage], kwargs: dict[str, Any]) -> tuple[list[tuple[int, int]], dict[str, Any]]:
+        """Return the sizes to which the images are resized before the processor's call, and its keyword arguments."""
+        read, rule = SettingsReader(self.processor, kwargs), self.rule
+        sizes = [image.size for image in images]
+        if self.limit is not None:
+            assert self.max_tokens is not None
+            if any(image.tokens > self.max_tokens for image in images):
+                kwargs = kwargs | self.limit.choose(read, self.max_tokens)
+                self._check_counts(images, kwargs)
+            return sizes, kwargs
+        shares = self._compute_shares(images)
         if self.resizing == "target":
             # The images of a call are stacked, so all get the same size.
             share = 1.0 if max(shares) >= 1 else sum(shares) / len(shares)
-            kwargs = kwargs | self._reduce_target(read, share)
-            self._record(inputs, [image.size for image in inputs], kwargs)
-            return images, kwargs
+            return sizes, kwargs | self._reduce_target(read, share)
         if rule is not None and rule.grid is not None:
-            sizes, size = _resize_on_grid(rule.grid, read, inputs, shares, self.max_tokens)
+            sizes, size = _resize_on_grid(rule.grid, read, images, shares, self.max_tokens)
             kwargs = {name: value for name, value in kwargs.items() if name not in ("min_pixels", "max_pixels")}
-            kwargs["size"] = size
-        else:
-            sizes = [_find_size(image, share, self.max_tokens) for image, share in zip(inputs, shares, strict=True)]
-        self._record(inputs, sizes, kwargs)
-        return rebuild([image.resize(*size) for image, size in zip(inputs, sizes, strict=True)]), kwargs
+            return sizes, kwargs | {"size": size}
+        return [_find_size(image, share, self.max_tokens) for image, share in zip(images, shares, strict=True)], kwargs
+
+    def _check_counts(self, images: list[InputImage], kwargs: dict[str, Any]) -> None:
+        """Raise BudgetError for an image whose shape needs more tokens, such as a very long one."""
+        assert self.rule is not None and self.max_tokens is not None
+        read = SettingsReader(self.processor, kwargs)
+        for image in images:
+            tokens = self.rule.count(read, *image.size, image.num_prompt_images)
+            if tokens > self.max_tokens:
+                raise _too_small(self.max_tokens, image, tokens)
 
     def _compute_shares(self, images: list[InputImage]) -> list[float]:
         if self.max_tokens is None:
@@ -277,8 +310,13 @@ def _find_size(image: InputImage, share: float, max_tokens: int | None = None) -
     fine = (evaluate(coarse[1] + step / 128) for step in range(-15, 16) if coarse[1] + step / 128 >= 0)
     distance, _, size = min(coarse, *fine)
     if distance == math.inf:
-        raise BudgetError(
-            f"keep={max_tokens} is too small for an image of {height} x {width} pixels. It has at least {count(1, 1)} "
-            "tokens."
-        )
+        assert max_tokens is not None
+        raise _too_small(max_tokens, image, count(1, 1))
     return size
+
+
+def _too_small(max_tokens: int, image: InputImage, tokens: int) -> BudgetError:
+    height, width = image.size
+    return BudgetError(
+        f"keep={max_tokens} is too small for an image of {height} x {width} pixels. It has at least {tokens} tokens."
+    )

@@ -85,6 +85,7 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
             attach(model_config)
     create_worker_folder(model_config)
     _sync_caches()
+    _decode_small()
     return result
 
 
@@ -126,6 +127,16 @@ def _sync_caches() -> None:
     from tokenprune.integrations.vllm.frontend.sender_cache import sync_sender_caches
 
     sync_sender_caches()
+
+
+def _decode_small() -> None:
+    """Decode images at the scale that a request's budget needs, if the installed vLLM has the hooks."""
+    if problems := compat.missing_hooks("media"):
+        logger.warning("images are decoded at full size, because this vLLM lacks %s", "; ".join(problems))
+        return
+    from tokenprune.integrations.vllm.frontend.media import install_connector
+
+    install_connector()
 
 
 def _after_engine_config(result: Any, vllm_config: Any) -> Any:
@@ -180,7 +191,14 @@ def _add_mixin(processor: Any, registry: Any, *_: Any, **__: Any) -> Any:
             raise
     else:
         processor.check_pixels()
+        _remember(processor.info)
     return processor
+
+
+def _remember(info: Any) -> None:
+    """Pass the model's processor to the media connector, if there is one."""
+    if (media := sys.modules.get("tokenprune.integrations.vllm.frontend.media")) is not None:
+        media.set_info(info)
 
 
 def _wrap_model(architecture: str, original: Any, prunes: bool) -> Any:

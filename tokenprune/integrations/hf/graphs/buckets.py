@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from tokenprune.integrations.hf.graphs.capture import NotGraphedError, GraphPool
+from tokenprune.integrations.hf.graphs.capture import GraphPool, NotGraphedError
 from tokenprune.integrations.hf.graphs.replay import Bucket, LayerCall, Layers, States
 from tokenprune.integrations.hf.graphs.settings import Graphs
 from tokenprune.integrations.hf.graphs.steps import StepBucket, count_buffer_bytes

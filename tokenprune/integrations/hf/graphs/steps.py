@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tokenprune.integrations.hf.graphs.capture import Captured, NotGraphedError, GraphPool, capture
+from tokenprune.integrations.hf.graphs.capture import Captured, GraphPool, NotGraphedError, capture
 from tokenprune.integrations.hf.graphs.replay import LayerCall, Layers, StaticInputs
 
 Buffers = dict[int, tuple[Tensor, Tensor]]

@@ -15,7 +15,8 @@ from tokenprune.integrations.hf.pixels.marker import MARK, refuse_second_patch
 from tokenprune.integrations.hf.pixels.prompts import PromptReader, build_class, is_nested
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
-from tokenprune.models.token_counts import CountRule, SettingsReader, find_rule
+from tokenprune.models.processor_settings import SettingsReader
+from tokenprune.models.token_counts import CountRule, find_rule
 from tokenprune.selection.images import InputImage
 from tokenprune.selection.sites.pixels import ImageChooser
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenprune.errors import AlreadyPatchedError
-from tokenprune.models.token_counts import get_image_processor
+from tokenprune.models.processor_settings import get_image_processor
 
 MARK = "_tokenprune_patch"
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any
 
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
@@ -44,10 +45,12 @@ class ReducingProcessor(BaseMultiModalProcessor):
 
     Attributes:
         _request: Request of a copy. None in the processor itself, and on a server without a setting.
+        _kwargs: The request's `mm_processor_kwargs`, before a limit of tokens.
         prompt_texts: Prompt texts of the items of a copy's request.
     """
 
     _request: ServedRequest | None = None
+    _kwargs: Mapping[str, object] = MappingProxyType({})
     prompt_texts: list[CountedDetails]
 
     def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,10 +69,11 @@ class ReducingProcessor(BaseMultiModalProcessor):
         policy = get_policy(self.info.ctx.model_config, requested)
         return policy.serve(policy.resolve(requested, run.counts), run)
 
-    def for_request(self, request: ServedRequest) -> ReducingProcessor:
-        """Return a copy of the processor for one request."""
+    def for_request(self, request: ServedRequest, kwargs: Mapping[str, object] | None = None) -> ReducingProcessor:
+        """Return a copy of the processor for one request. kwargs: its `mm_processor_kwargs` without `KEY`."""
         processor = copy.copy(self)
         processor._request, processor.prompt_texts, processor.model_items = request, [], self.model_items
+        processor._kwargs = {} if kwargs is None else kwargs
         return processor
 
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +114,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
         if self._request is not None and self._request.setting.pixel_method is not None:
             with wrap_method_errors(self._request.setting):
-                hf_kwargs = Shrinker(self._request.setting, self.info, hf_kwargs).shrink(mm_items)
+                hf_kwargs = Shrinker(self._request.setting, self.info, hf_kwargs).shrink(mm_items, self._kwargs)
         return super()._apply_hf_processor_main(mm_items=mm_items, hf_kwargs=hf_kwargs)
 
     def _get_prompt_updates(

@@ -17,6 +17,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.vllm.frontend import metrics
 from tokenprune.integrations.vllm.frontend.items import CountedDetails
+from tokenprune.integrations.vllm.frontend.pixels import decode_for, make_shrinker
 from tokenprune.integrations.vllm.frontend.served import (
     BY_KEY,
     RequestRecord,
@@ -69,10 +70,18 @@ class RequestRun:
 
     def process(self, request: ServedRequest) -> tuple[Any, list[CountedDetails]]:
         """Return vLLM's result for the request, and the details of each item; raise a TokenPruneError if it fails."""
-        processor = self.processor.for_request(request)
+        kwargs = self.inputs.hf_processor_mm_kwargs
+        processor = self.processor.for_request(request, kwargs)
         # A copy, because a method that acts on pixels replaces items.
         items = type(self.inputs.mm_data_items)(self.inputs.mm_data_items)
-        result = processor.apply(dataclasses.replace(self.inputs, mm_data_items=items), *self.args, **self.kwargs)
+        shrinker = make_shrinker(request.setting, processor.info, kwargs)
+        if (images := items.get("image")) is not None:
+            items["image"] = decode_for(images, shrinker)
+        if shrinker is not None:
+            with wrap_method_errors(request.setting):
+                kwargs = shrinker.limit_kwargs(images)
+        inputs = dataclasses.replace(self.inputs, mm_data_items=items, hf_processor_mm_kwargs=kwargs)
+        result = processor.apply(inputs, *self.args, **self.kwargs)
         if (promise := getattr(self.inputs.cache, "promise", None)) is not None:  # see SenderCache
             uncached = dataclasses.replace(self, inputs=dataclasses.replace(self.inputs, cache=None))
             promise(result["mm_kwargs"], lambda: uncached.process(request)[0]["mm_kwargs"])

@@ -41,7 +41,7 @@ def count_requested(setting: Setting, num_tokens: int) -> int:
 def get_label(setting: Setting) -> tuple[str, str]:
     """Return the metrics labels: method names, and the kept share in hundredths, so that few values occur."""
     keep = setting.joint_keep
-    return "+".join(setting.names) or "off", "tokens" if isinstance(keep, int) else f"{round(keep, 2):g}"
+    return "+".join(setting.all_names) or "off", "tokens" if isinstance(keep, int) else f"{round(keep, 2):g}"
 
 
 @lru_cache(maxsize=256)
@@ -103,5 +103,7 @@ def _without_method(setting: Setting) -> Setting:
     """Return the setting with only its method that resizes images, or `OFF`."""
     if setting.pixel_method is None:
         return OFF
+    if setting.max_visual_tokens is not None:
+        return replace(setting, names=(), options=(), keep=None, bounds=())
     keep = setting.keep[0] if isinstance(setting.keep, list) else setting.keep
     return replace(setting, names=setting.names[:1], options=setting.options[:1], keep=keep, bounds=())

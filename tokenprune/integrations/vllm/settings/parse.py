@@ -115,7 +115,7 @@ _read_file = lru_cache(maxsize=64)(File.read)
 
 def _check(setting: Setting) -> None:
     """Raise OptionError or BudgetError if vLLM cannot serve a setting."""
-    per, count = setting.per or "image", len(setting.names)
+    per, count = setting.per or "image", len(setting.all_names)
     if per not in ("image", "frame"):
         raise OptionError(f'{KEY}: per must be "image" or "frame", not {shorten(per)}')
     if setting.in_llm and count > 1:
@@ -145,16 +145,18 @@ def _check(setting: Setting) -> None:
 
 def _normalize(setting: Setting) -> Setting:
     """Return the same reduction with every default written out; see `parse_setting`."""
-    steps = list(zip(setting.methods, setting.budgets, setting.options, strict=True))
+    num_limits = len(setting.all_names) - len(setting.names)
+    steps = list(zip(setting.methods[num_limits:], setting.budgets[num_limits:], setting.options, strict=True))
     steps.sort(key=lambda step: not isinstance(step[0], ResizeMethod))
     keeps = [budget.to_json() for _, budget, _ in steps]
     return Setting(
         names=tuple(method.name for method, _, _ in steps),
         options=tuple(_write_out_options(method, options) for method, _, options in steps),
-        keep=keeps if len(keeps) > 1 else keeps[0],
+        keep=keeps if len(keeps) > 1 else keeps[0] if keeps else None,
         per=None if setting.per == "image" else setting.per,
         in_llm=setting.in_llm or None,
         where=KEY,
+        max_visual_tokens=setting.max_visual_tokens,
     )
 
 
@@ -184,10 +186,11 @@ def _check_step(method: Method, budget: Budget, in_llm: bool) -> None:
     except Exception as error:  # raised by the method's own code in the trial run
         raise OptionError(f"{KEY}: {method.name} fails with these options: {error}") from error
     if method.site is Site.PRE_ENCODER:
-        if isinstance(keep, int):
-            raise BudgetError(f"{method.name} takes keep as a share (a float), not {keep}")
         assert isinstance(method, ResizeMethod)  # `check_method` refuses others
-        method.check_keep(keep)
+        if not isinstance(keep, int):
+            method.check_keep(keep)
+        elif not method.takes_tokens:
+            raise BudgetError(f"{method.name} takes keep as a share (a float), not {keep}")
 
 
 def check_method(method: Method, in_llm: bool = False) -> None:

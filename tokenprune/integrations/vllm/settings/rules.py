@@ -58,7 +58,7 @@ class Rules:
 
     def check(self, setting: Setting) -> None:
         """Raise LimitError if a setting exceeds `min_keep` or `methods`."""
-        for name in setting.names:
+        for name in setting.all_names:
             if self.methods is not None and name not in self.methods:
                 raise LimitError(f"{KEY}: {self.whose} does not allow {name}; allowed are {', '.join(self.methods)}")
         if self.min_keep is None or setting.off:

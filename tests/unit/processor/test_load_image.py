@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`load_image` decodes JPEGs at the scale that a budget needs: same tokens, almost the same pixels."""
+
+from __future__ import annotations
+
+import io
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from transformers import CLIPImageProcessor
+from transformers.models.gemma4.image_processing_gemma4 import Gemma4ImageProcessor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+import tokenprune
+from each import each
+from processors import COUNTED, LIMITS, demo_model, llava, photo
+from tokenprune import (
+    BudgetError,
+    OptionError,
+    TokenPruneError,
+    UnsupportedSetupError,
+    load_image,
+    patch_processor,
+    unpatch_processor,
+)
+from tokenprune.integrations.shared.decoding import Need, find_scale
+
+TOLERANCE = 0.03  # mean difference of the processor's pixels, of a range of 1
+
+
+def jpeg(image: Image.Image, **options: Any) -> bytes:
+    return written(image, "JPEG", quality=92, **options)
+
+
+def written(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def plain(file: bytes) -> Image.Image:
+    """The complete image, as transformers loads it."""
+    with Image.open(io.BytesIO(file)) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def flat(value: Any) -> torch.Tensor:
+    if isinstance(value, (list, tuple)):
+        return torch.cat([flat(entry) for entry in value])
+    return torch.as_tensor(np.asarray(value), dtype=torch.float32).flatten()
+
+
+def pixels(made: Any) -> torch.Tensor:
+    return flat(made["pixel_values"])
+
+
+# Processor without normalisation, budget, size of the file, size of the decoded image.
+PLAIN, SIZE = {"do_normalize": False}, {"size": LIMITS["size"]}
+CASES: list[tuple[str, dict, int, tuple[int, int], tuple[int, int] | None]] = [
+    ("Qwen2VLImageProcessor", SIZE | PLAIN, 64, (603, 801), (56, 72)),
+    ("Qwen2VLImageProcessor", SIZE | PLAIN, 400, (603, 801), (144, 176)),
+    ("Glm4vImageProcessor", PLAIN, 64, (603, 801), (76, 101)),
+    ("PixtralImageProcessor", {}, 100, (603, 801), None),
+    ("LlavaNextImageProcessor", {}, 200, (603, 801), None),
+    ("GotOcr2ImageProcessor", {"crop_to_patches": True, "max_patches": 6} | PLAIN, 20, (600, 800), (75, 100)),
+    ("SmolVLMImageProcessor", {"size": {"longest_edge": 64}} | PLAIN, 20, (600, 800), (75, 100)),
+    ("Gemma4ImageProcessor", {}, 70, (600, 800), (75, 100)),
+    ("Lfm2VlImageProcessor", PLAIN, 16, (600, 800), (75, 100)),
+    ("DeepseekOcr2ImageProcessor", PLAIN, 437, (600, 800), (150, 200)),
+    ("Siglip2ImageProcessor", PLAIN, 64, (600, 800), (75, 100)),
+]
+
+
+@each("case", CASES)
+def test_same_tokens_and_almost_the_same_pixels(case: Any) -> None:
+    name, settings, budget, size, decoded = case
+    row = COUNTED[name]
+    processor, file = patch_processor(row.make(**settings), max_visual_tokens=budget), jpeg(photo(*size))
+    image = load_image(file, processor=processor)
+    assert decoded in (None, (image.height, image.width)) and image.width < size[1] and image.mode == "RGB"
+    arrays = [torch.from_numpy(np.array(picture)).permute(2, 0, 1) for picture in (image, plain(file))]
+    counts = [row.real(processor, array) for array in arrays]
+    assert counts[0] == counts[1] <= budget
+    image_processor = getattr(processor, "image_processor", processor)
+    made, expected = (pixels(image_processor(array)) for array in arrays)
+    scale = 1.0 if settings.get("do_normalize") is False or name.startswith("Gemma4") else 4.0
+    assert (made - expected).abs().mean() < TOLERANCE * scale
+
+
+@pytest.mark.parametrize("turned", range(1, 9))
+def test_orientation(turned: int) -> None:
+    exif = Image.Exif()
+    exif[Image.ExifTags.Base.Orientation] = turned
+    file = jpeg(photo(300, 800), exif=exif)
+    processor = patch_processor(Qwen2VLImageProcessor(**LIMITS), max_visual_tokens=64)
+    check_near(load_image(file, processor=processor), load_image(written(plain(file), "PNG"), processor=processor))
+
+
+def check_near(image: Image.Image, expected: Image.Image) -> None:
+    assert image.size == expected.size and image.mode == expected.mode == "RGB"
+    assert np.abs(np.asarray(image, np.float32) - np.asarray(expected, np.float32)).mean() < 4
+
+
+def test_an_unpatched_processor_gets_the_final_size() -> None:
+    file, processor = jpeg(photo(600, 800)), Qwen2VLImageProcessor(**LIMITS)
+    image = load_image(file, processor=processor, max_visual_tokens=64)
+    assert image.size == (72, 56)  # 9 x 7 tokens of 8 pixels
+    assert int(processor(image)["image_grid_thw"].prod()) // 4 == 63
+    patch_processor(processor, max_visual_tokens=64)
+    assert load_image(file, processor=processor).tobytes() == image.tobytes()
+    assert int(processor(load_image(file, processor=processor))["image_grid_thw"].prod()) // 4 == 63
+    assert load_image(file, processor=processor, max_visual_tokens=16).size == (32, 32)
+    with pytest.raises(UnsupportedSetupError, match="patch_processor"):
+        load_image(file, processor=Gemma4ImageProcessor(), max_visual_tokens=70)
+    with pytest.raises(UnsupportedSetupError, match="Patch the model"):
+        load_image(file, processor=CLIPImageProcessor(), max_visual_tokens=64)
+    with pytest.raises(OptionError, match="Pass processor="):
+        load_image(file, max_visual_tokens=64)
+    with pytest.raises(BudgetError, match="must be a number of tokens"):
+        load_image(file, processor=processor, max_visual_tokens=0)
+
+
+def test_without_a_budget_the_processors_own_size_decides() -> None:
+    file = jpeg(photo(900, 1200))
+    assert load_image(file, processor=llava()).size == (300, 225)  # 224 pixels
+    assert load_image(file).size == load_image(file, processor=object()).size == (1200, 900)
+    model, processor = demo_model(), llava()
+    with tokenprune.patched(model, max_visual_tokens=64, processor=processor):
+        assert load_image(file, processor=processor).size == (150, 113)  # 112 pixels
+    # A share is one of the tokens of the image that the processor gets, which must not be smaller.
+    qwen = patch_processor(Qwen2VLImageProcessor(**LIMITS), "downsample", keep=0.01)
+    assert load_image(file, processor=qwen).size == (1200, 900)
+    unpatch_processor(qwen)
+    # A method that reads the content needs all pixels.
+    qwen = patch_processor(Qwen2VLImageProcessor(**LIMITS), "dynres", keep=0.25)
+    assert load_image(file, processor=qwen).size == (1200, 900)
+    unpatch_processor(qwen)
+
+
+def odd_files() -> dict[str, bytes]:
+    image, rng = photo(96, 128), np.random.default_rng(0)
+    deep = Image.fromarray(rng.integers(0, 65535, (96, 128)).astype(np.uint16))
+    frames = [photo(96, 128, seed=seed) for seed in range(3)]
+    return {
+        "PNG": written(image, "PNG"),
+        "alpha": written(image.convert("RGBA"), "PNG"),
+        "16 bits": written(deep, "PNG"),
+        "palette": written(image.convert("P"), "PNG"),
+        "transparent palette": written(image.convert("P"), "GIF", transparency=3),
+        "animated": written(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "animated WebP": written(frames[0], "WEBP", save_all=True, append_images=frames[1:]),
+        "bilevel": written(image.convert("1"), "PNG"),
+        "TIFF": written(image, "TIFF"),
+        "BMP": written(image, "BMP"),
+    }
+
+
+@each("kind", list(odd_files()))
+def test_other_formats_are_unchanged(kind: str) -> None:
+    file = odd_files()[kind]
+    image = load_image(file)
+    assert image.mode == "RGB" and image.tobytes() == plain(file).tobytes()
+    processor = patch_processor(Qwen2VLImageProcessor(**LIMITS), max_visual_tokens=4)
+    small, whole = processor(load_image(file, processor=processor)), processor(plain(file))
+    assert torch.equal(small["pixel_values"], whole["pixel_values"])
+
+
+@each("kind", ["CMYK", "L", "progressive", "optimized", "4:4:4"])
+def test_kinds_of_jpeg(kind: str) -> None:
+    image, options = photo(600, 800), {}
+    if kind in ("CMYK", "L"):
+        image = image.convert(kind)
+    else:
+        options = {"4:4:4": {"subsampling": 0}}.get(kind, {kind: True})
+    file = jpeg(image, **options)
+    processor = patch_processor(Qwen2VLImageProcessor(**LIMITS), max_visual_tokens=64)
+    check_near(load_image(file, processor=processor), load_image(written(plain(file), "PNG"), processor=processor))
+
+
+def test_paths_and_what_cannot_be_read(tmp_path: Any) -> None:
+    file = jpeg(photo(600, 800))
+    path = tmp_path / "photo.jpg"
+    path.write_bytes(file)
+    assert load_image(path).tobytes() == load_image(str(path)).tobytes() == load_image(file).tobytes()
+    processor = patch_processor(Qwen2VLImageProcessor(**LIMITS), max_visual_tokens=64)
+    for broken in (b"", b"no image", file[:300], file[: len(file) // 2]):
+        with pytest.raises(OptionError, match="cannot read these bytes as an image"):
+            load_image(broken, processor=processor)
+    with pytest.raises(OptionError, match=r"cannot read .*missing\.jpg"):
+        load_image(tmp_path / "missing.jpg")
+
+
+def test_bombs_keep_the_limit_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = jpeg(photo(600, 800))
+    processor = patch_processor(Qwen2VLImageProcessor(**LIMITS), max_visual_tokens=64)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600 * 800 // 2 - 1)
+    with pytest.raises(Image.DecompressionBombError):
+        load_image(file, processor=processor)
+
+
+def test_damaged_headers_never_hang() -> None:
+    """Each damaged file is read, or gives our error or Pillow's limit, soon."""
+    rng, file = random.Random(0), jpeg(photo(150, 200), exif=_orientation())
+    processor = patch_processor(Qwen2VLImageProcessor(**LIMITS), max_visual_tokens=16)
+    outcomes = {"read": 0, "refused": 0}
+    start = time.monotonic()
+    for _ in range(400):
+        damaged = bytearray(file)
+        for _ in range(rng.randint(1, 6)):
+            place = rng.randrange(2, 700)
+            match rng.randrange(3):
+                case 0:
+                    damaged[place] = rng.randrange(256)
+                case 1:
+                    del damaged[place : place + rng.randint(1, 20)]
+                case 2:
+                    damaged[place:place] = bytes(rng.randrange(256) for _ in range(rng.randint(1, 20)))
+        try:
+            load_image(bytes(damaged), processor=processor)
+            outcomes["read"] += 1
+        except (TokenPruneError, Image.DecompressionBombError):
+            outcomes["refused"] += 1
+    assert min(outcomes.values()) > 20, outcomes
+    assert time.monotonic() - start < 300, "one of them hangs"
+
+
+def _orientation() -> Image.Exif:
+    exif = Image.Exif()
+    exif[Image.ExifTags.Base.Orientation] = 6
+    return exif
+
+
+def test_a_scale_that_changes_the_tokens_is_not_used() -> None:
+    """With 4 the smaller image would have another number of tokens, so it is decoded at a half."""
+    needs = {(801, 600): 10, (201, 150): 11, (401, 300): 10, (101, 75): 10}
+    assert find_scale(801, 600, lambda *size: Need((110, 90), needs[size])) == 2
+    assert find_scale(801, 600, lambda *size: Need((110, 90))) == 4
+    assert find_scale(801, 600, lambda *size: Need((101, 75), needs[size])) == 8
+    assert find_scale(801, 600, lambda *size: None) == 1
+    assert find_scale(801, 600, lambda *size: Need((102, 75))) == 4
