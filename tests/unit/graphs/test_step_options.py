@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lossless_cache import lossless
 from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
