@@ -19,7 +19,7 @@ Step = tuple[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class NativeLimit:
-    """How keyword arguments of a processor's call limit the visual tokens of each image.
+    """Keyword arguments of a processor's call that limit the visual tokens of each image.
 
     Args:
         setting: Name of the setting, for documentation.

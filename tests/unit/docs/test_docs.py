@@ -23,6 +23,9 @@ GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def generator(name: str = "readme"):
+    """Return a script of dev as a module. Scripts import each other."""
+    if str(ROOT / "dev") not in sys.path:
+        sys.path.append(str(ROOT / "dev"))
     spec = importlib.util.spec_from_file_location(name, ROOT / f"dev/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tokenprune
-from greedy import image_tokens, picked
+from greedy import alone, cosine_table, image_tokens, picked
 from tests.unit.methods.naive.prunesid import naive_components, naive_quotas
 from tokenprune.methods.pre_llm.prunesid import compute_quotas, project_to_components
 
@@ -44,6 +44,20 @@ def test_constant_images_and_copies() -> None:
     copies = torch.eye(6, 16).repeat_interleave(5, 0)[None] * 4
     (got,) = picked(method, image_tokens([30], [6], hidden=copies))
     assert len({i // 5 for i in got}) >= 4
+
+
+def test_threshold_above_1_removes_no_token() -> None:
+    """The LLaVA form with many tokens keeps the best of each group by attention."""
+    tokens = image_tokens([150], [140])
+    seen = alone(tokens, 0)
+    assert 140 / 32 * float(cosine_table(seen["x"]).mean()) > 1
+    sizes = naive_components(seen["x"], 35)
+    group = sizes.argmax(1).tolist()
+    (got,) = picked(tokenprune.method("prunesid", form="llava"), tokens)
+    for g in set(group):
+        order = sorted((i for i in range(150) if group[i] == g), key=lambda i: -seen["a"][i])
+        here = [i for i in order if i in got]
+        assert here == order[: len(here)]
 
 
 def test_needs_follow_the_options() -> None:

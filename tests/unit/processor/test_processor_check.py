@@ -26,7 +26,7 @@ from transformers.models.siglip.image_processing_siglip import SiglipImageProces
 import tokenprune
 from basics import snapshot
 from each import each
-from families import plain, special
+from families import FAMILIES as ALL
 from processors import COUNTED, LIMITS, build_for, photo, special_tokenizer, state
 from tokenprune import OptionError
 from tokenprune.integrations.hf.families import get_adapter
@@ -34,9 +34,13 @@ from tokenprune.integrations.hf.processor_check import check_processor
 from tokenprune_bench.two_pass import escalate
 from zoo import FAMILIES
 
-ALL = FAMILIES | plain.FAMILIES | special.FAMILIES
 MATCHING = {
     "Qwen2VLImageProcessor": "qwen2_vl",
+    "Glm4vImageProcessor": "glm4v",
+    "Glm46VImageProcessor": "glm46v",
+    "GlmgaImageProcessor": "glmga",
+    "Gemma4ImageProcessor": "gemma4",
+    "DeepseekOcr2ImageProcessor": "deepseek_ocr2",
     "Siglip2ImageProcessor": "lfm2_vl",
     "Lfm2VlImageProcessor": "lfm2_vl",
     "PixtralImageProcessor": "mistral3",

@@ -74,7 +74,7 @@ def test_a_difference_is_seen(load: Any) -> None:
     assert load.differences(one, load.Answer(200, (5, 7), {(0, 5): -0.10005, (1, 8): -9.0})) == []
     assert load.differences(one, load.Answer(400)) == ["status 200, expected 400"]
     assert "tokens" in load.differences(one, load.Answer(200, (5, 8)))[0]
-    assert load.differences(one, load.Answer(200, (5, 7), {(1, 7): -0.3})) == ["log-probabilities 1.0e-01 apart"]
+    assert load.differences(one, load.Answer(200, (5, 7), {(1, 7): -0.3})) == ["log-probabilities differ by 1.0e-01"]
 
 
 def test_alone_a_request_asks_for_what_served_it(load: Any) -> None:

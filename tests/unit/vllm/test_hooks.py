@@ -205,7 +205,7 @@ def test_changed_bodies_are_listed(
     said = capsys.readouterr().out
     listed = [line for line in said.splitlines() if line.startswith("vllm.cache:")]
     assert listed == [f"vllm.cache:{name}" for name in names]
-    assert f"{len(names)} of them have other code than in vLLM 0.99.0" in said
+    assert f"{len(names)} hooks with other code than vLLM 0.99.0" in said
     assert not names or ("\n+" in said and f"--- vllm.cache:{names[0]}" in said) or not new
 
 
