@@ -181,6 +181,14 @@ def test_two_prunings_of_videos_are_refused(folder: Any) -> None:
     assert config(folder("qwen2_5_vl"), video_pruning_rate=0.5).multimodal_config.video_pruning_rate == 0.5
 
 
+@pytest.mark.parametrize("option", ["compile_mm_encoder", "cudagraph_mm_encoder"])
+def test_compiled_or_captured_tower_is_refused(option: str) -> None:
+    compilation = SimpleNamespace(**{"compile_mm_encoder": False, "cudagraph_mm_encoder": False, option: True})
+    asked = SimpleNamespace(lora_config=None, compilation_config=compilation)
+    with pytest.raises(UnsupportedSetupError, match=f"Start without {option}"):
+        check_engine(asked, SERVED["LlavaForConditionalGeneration"])
+
+
 @pytest.mark.parametrize(
     ("part", "name", "value", "says"),
     [
@@ -192,7 +200,7 @@ def test_what_does_not_go_with_original_positions(part: str, name: str, value: A
     """Of models with one axis of positions, counted anew, both are served."""
     asked = SimpleNamespace(
         lora_config=None,
-        compilation_config=SimpleNamespace(compile_mm_encoder=False),
+        compilation_config=SimpleNamespace(compile_mm_encoder=False, cudagraph_mm_encoder=False),
         speculative_config=None,
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )

@@ -103,6 +103,11 @@ def check_engine(vllm_config: Any, family: Family, original: bool = False) -> No
             f"{KEY} does not support a compiled vision tower, because it reads the tower's attention. Start without "
             "compile_mm_encoder."
         )
+    if vllm_config.compilation_config.cudagraph_mm_encoder:
+        raise UnsupportedSetupError(
+            f"{KEY} does not support CUDA graphs of the vision tower: they bypass the reduction. Start without "
+            "cudagraph_mm_encoder."
+        )
     if not (family.vllm.mrope or original):
         return
     what = "on a model with M-RoPE" if family.vllm.mrope else 'with "positions": "original"'
