@@ -246,7 +246,8 @@ def measures(root: Path = ROOT) -> dict[str, tuple[int, int]]:
     files = files_of(packages_of(root))
     lines = {module: len(path.read_text().splitlines()) for module, path in files.items()}
     adapter = _class(root / "tokenprune/integrations/hf/families/base.py", "Adapter")
-    tests = sum(len(path.read_text().splitlines()) for path in (root / "tests").rglob("*.py"))
+    tests = [path.read_text() for path in (root / "tests").rglob("*.py")]
+    package = [path.read_text() for path in (root / "tokenprune").rglob("*.py")]
     entries = [path for path in (root / "tokenprune").iterdir() if path.name != "__pycache__"]
     return {
         "entries of tokenprune/": (len(entries), 15),
@@ -257,7 +258,10 @@ def measures(root: Path = ROOT) -> dict[str, tuple[int, int]]:
         "methods of Adapter": (sum(isinstance(node, ast.FunctionDef) for node in adapter.body), 24),
         "longest MRO of a tower class": (longest_mro(root / "tokenprune/integrations"), 4),
         "lines of tokenprune/": (sum(n for name, n in lines.items() if name.partition(".")[0] == "tokenprune"), 45000),
-        "lines of tests/": (tests, 58000),
+        "lines of tests/": (sum(len(text.splitlines()) for text in tests), 58000),
+        # Docstrings with examples, and blank lines, are a third of the lines above and should not shrink.
+        "lines of code of tokenprune/": (sum(map(code_lines, package)), 45000),
+        "lines of code of tests/": (sum(map(code_lines, tests)), 58000),
     }
 
 
