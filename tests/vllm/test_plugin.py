@@ -69,7 +69,7 @@ def test_the_installed_vllm_has_the_code_that_other_versions_are_compared_with()
         str(Path(importlib.import_module("vllm").__file__).parents[1]),
     ]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"0 of them have other code than in vLLM {compat.TESTED}" in ran.stdout, ran.stdout
+    assert f"0 hooks with other code than vLLM {compat.TESTED}" in ran.stdout, ran.stdout
 
 
 def test_other_runners_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
