@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,8 +58,8 @@ class ReducedImage:
             >>> image.apply(torch.tensor([[1.0], [3.0], [5.0], [9.0]])).tolist()
             [[3.0], [6.0]]
         """
-        merged = self.selection.apply(torch.as_tensor(rows)[None])[0]
-        kept = merged.index_select(0, torch.as_tensor(self.kept))
+        merged = self.selection.apply(_to_tensor(rows)[None])[0]
+        kept = merged.index_select(0, _to_tensor(self.kept))
         return kept if isinstance(rows, Tensor) else kept.numpy()
 
     def to_arrays(self) -> ReducedImage:
@@ -89,7 +90,7 @@ class ReducedImage:
             return self.kept + start
         if len(grid) not in (2, 3) or math.prod(grid) != self.count:
             raise OptionError(f"grid={tuple(grid)} does not have {self.count} cells. Pass (height, width) in tokens.")
-        kept = torch.as_tensor(self.kept)
+        kept = _to_tensor(self.kept)
         height, width = grid[-2:]
         axes = [kept // (height * width), kept // width % height, kept % width]
         positions = torch.stack(axes[3 - len(grid) :]) + start
@@ -173,6 +174,11 @@ def reduce(
 _ARGUMENTS = ("keep", "grid", "frames", "question", "tower_attention", "tower_features", "observables", "seed")
 
 
+def _to_tensor(values: Any) -> Tensor:
+    """Return a tensor, or the tensor that shares memory with a numpy array, whatever the default device is."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
+
+
 def _first(features: Any) -> Any:
     return features[0] if isinstance(features, (list, tuple)) else features
 
@@ -180,7 +186,7 @@ def _first(features: Any) -> Any:
 def _read_features(features: Any) -> tuple[list[Tensor], bool]:
     """Return the features of each image, and True if there is a single image without a list."""
     is_list = isinstance(features, (list, tuple))
-    images = [torch.as_tensor(image) for image in (features if is_list else [features])]
+    images = [_to_tensor(image) for image in (features if is_list else [features])]
     is_single = not is_list and images[0].ndim == 2
     if not is_list and images[0].ndim == 3:
         images = list(images[0])
