@@ -176,7 +176,12 @@ _ARGUMENTS = ("keep", "grid", "frames", "question", "tower_attention", "tower_fe
 
 def _to_tensor(values: Any) -> Tensor:
     """Return a tensor, or the tensor that shares memory with a numpy array, whatever the default device is."""
-    return values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
+    if isinstance(values, Tensor):
+        return values
+    try:
+        return torch.from_numpy(np.asarray(values))
+    except TypeError:
+        raise OptionError(f"features must be tensors or numpy arrays, not {type(values).__name__}.") from None
 
 
 def _first(features: Any) -> Any:

@@ -263,6 +263,7 @@ REFUSALS = {
         lambda: tokenprune.reduce(torch.ones(4, 2), keep=tokenprune.Budget(keep=0.5, per="prompt")), BudgetError,
         "tokens per image",
     ),
+    "text": (lambda: tokenprune.reduce("photo.jpg"), OptionError, "tensors or numpy arrays, not str"),
     "option": (lambda: tokenprune.reduce(torch.ones(4, 2), centre=True), OptionError, "did you mean 'center'"),
 }  # fmt: skip
 
