@@ -83,7 +83,7 @@ class CLSE(SharedBudgetCuts):
         frames, height, width = grid
         spectrum = torch.fft.fft2(features.float().view(frames, height, width, -1), dim=(1, 2))
         row, column = (torch.arange(side, device=features.device) - side // 2 for side in (height, width))
-        distance = row[:, None] ** 2 + column**2
+        distance = (row[:, None] ** 2 + column**2).float()
         deviation = max(min(height // 2, width // 2) * self.cutoff, _EPSILON)
         gain = torch.fft.ifftshift(1 - (-distance / (2 * deviation**2)).exp())
         return torch.fft.ifft2(spectrum * gain[None, ..., None], dim=(1, 2)).abs().mean(-1).flatten()
