@@ -50,7 +50,7 @@ def test_a_text_that_is_gone_or_stands_twice_is_a_problem(mutations: ModuleType,
 
     assert problem("2 * x") is None
     assert "occurs 0 times in small" in problem("3 * x")
-    assert "stands 2 times" in problem("return")
+    assert "occurs 2 times" in problem("return")
     assert "no test_two.py" in problem("2 * x", "test_two.py")
 
 
