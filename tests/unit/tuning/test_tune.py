@@ -155,7 +155,9 @@ def tune(*arguments: object, code: int = 0) -> Result:
 
 def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> None:
     out, run = tmp_path / "tokenprune.json", tmp_path / "run"
-    result = tune("--max-drop", "40%", "--out", out, "--run", run)
+    # By bytes: two times to the first token can come out in either order on a busy machine.
+    by_bytes = ["--objective", "kv"]
+    result = tune("--max-drop", "40%", *by_bytes, "--out", out, "--run", run)
     verdict, numbers, *_ = result.stdout.splitlines()
     assert verdict == "pool, keep 0.5: less than 40 points lost, with a confidence of 95 %."
     assert re.match(
@@ -174,7 +176,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
     tuned = written["tuned"]
     assert tuned["promise"] == {"max_drop": 0.4, "confidence": 0.95, "max_kind_drop": None, "target_ttft": None}
     assert tuned["questions"] == {"search": 16, "held_out": 24} and tuned["measured"]["drop_below"] <= 0.4
-    assert tuned["objective"] == "ttft" and tuned["ranked_by"] in ("ttft", "work")
+    assert tuned["objective"] == tuned["ranked_by"] == "kv"
     cost = tuned["cost"]
     assert (cost["visual_tokens"], cost["visual_tokens_unpatched"]) == (128, 256)
     assert cost["kv_bytes"] / cost["kv_bytes_unpatched"] == pytest.approx(cost["kv_ratio"]) != 1
@@ -186,7 +188,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
     # The answers were kept: this asks the model nothing, and finds that nothing keeps a stricter promise.
     out.unlink()
     stricter = ["--max-drop", "15%", "--confidence", "0.9", "--max-kind-drop", "0.1%", "--details"]
-    again = tune(*stricter, "--out", out, "--run", run, code=1)
+    again = tune(*stricter, *by_bytes, "--out", out, "--run", run, code=1)
     assert again.stdout.startswith("None of 1 tested was shown to lose less than 15 points") and not out.exists()
     assert "pevlm works on videos" in again.stdout and "goes on where it stopped" in again.stderr
 
