@@ -189,16 +189,16 @@ def _weights(
     count = index.shape[1]
     visible = visible_keys(query, key, index, mask, causal=causal)
     # On the CPU, a check is cheaper than the pass that it avoids.
-    seen = to_array(visible) if visible.device.type == "cpu" else None
+    visible_array = to_array(visible) if visible.device.type == "cpu" else None
     # Padding may contain NaN. Biases are added to scores and invalid rows are multiplied by 0, so NaN would spread:
     # replace keys that no row sees, and queries that see no key, by zeros.
-    if seen is None or not seen.any(axis=(1, 2)).all():
+    if visible_array is None or not visible_array.any(axis=(1, 2)).all():
         key = key.masked_fill(~visible.any(2, keepdim=True).any(1, keepdim=True).transpose(2, 3), 0)
     if batch == 1:  # an order of magnitude faster than `gather`
         query_rows = query.index_select(2, index[0]).float()
     else:
         query_rows = query.gather(2, index[:, None, :, None].expand(batch, heads, count, width)).float()
-    if seen is None or not seen.any(axis=(1, 3)).all():
+    if visible_array is None or not visible_array.any(axis=(1, 3)).all():
         query_rows = query_rows.masked_fill(~visible.any(3, keepdim=True).any(1, keepdim=True), 0)
     # Grouped heads share a key head: fold the group into the rows instead of repeating the keys.
     query_rows = query_rows.reshape(batch * kv_heads, heads // kv_heads * count, width)
@@ -211,11 +211,11 @@ def _weights(
         scores = scores + _mask_rows(query, key, index, mask).float()
     # Adding one bias to all heads is ten times as fast as masked_fill on each head, with the same result.
     lowest = torch.finfo(scores.dtype).min
-    if seen is None:
+    if visible_array is None:
         bias = torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, lowest)
         scores.add_(bias)
-    elif not seen.all():
-        scores.add_(build_bias(seen, lowest))
+    elif not visible_array.all():
+        scores.add_(build_bias(visible_array, lowest))
     if mask is not None and mask.is_floating_point():
         scores.clamp_(min=lowest)  # a row of -inf would have a NaN softmax
     return scores.softmax(dim=-1), visible
