@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokenprune.errors import OptionError
 from tokenprune.kernels.dispatch import operation
-from tokenprune.kernels.host_loops import build_bias, to_array
 
 HEADS = (None, "mean", "max", "sum")
 _MAX_ELEMENTS = 2**22  # elements of the attention map that the column mean reference holds at once
@@ -70,7 +70,7 @@ def attention_rows(
     """
     check_heads(heads)
     weights, visible = _weights(query, key, index, mask, scaling, causal, softcap)
-    if visible.device.type != "cpu" or not to_array(visible).any(axis=-1).all():
+    if visible.device.type != "cpu" or not visible.numpy().any(axis=-1).all():
         weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0)
     if heads is None:
         return weights
@@ -189,7 +189,7 @@ def _weights(
     count = index.shape[1]
     visible = visible_keys(query, key, index, mask, causal=causal)
     # On the CPU, a check is cheaper than the pass that it avoids.
-    visible_array = to_array(visible) if visible.device.type == "cpu" else None
+    visible_array = visible.numpy() if visible.device.type == "cpu" else None
     # Padding may contain NaN. Biases are added to scores and invalid rows are multiplied by 0, so NaN would spread:
     # replace keys that no row sees, and queries that see no key, by zeros.
     if visible_array is None or not visible_array.any(axis=(1, 2)).all():
@@ -215,7 +215,7 @@ def _weights(
         bias = torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, lowest)
         scores.add_(bias)
     elif not visible_array.all():
-        scores.add_(build_bias(visible_array, lowest))
+        scores.add_(torch.from_numpy(np.where(visible_array, np.float32(0), np.float32(lowest))))
     if mask is not None and mask.is_floating_point():
         scores.clamp_(min=lowest)  # a row of -inf would have a NaN softmax
     return scores.softmax(dim=-1), visible

@@ -17,7 +17,6 @@ import torch
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.coverage import greedy_cover
 from tokenprune.kernels.density import density_peaks
-from tokenprune.kernels.host_loops import to_array
 from tokenprune.kernels.pairs import (
     MIN_ROWS,
     PickedRows,
@@ -96,13 +95,13 @@ def assign_to_centres(x: Tensor, mask: Tensor, centres: Tensor, max_count: int) 
 
     def find_nearest(x: Tensor, centre_index: Tensor, allowed: Tensor) -> Tensor:
         distance = distances(x, gather_tokens(x, centre_index, 1))
-        if not (is_cpu and to_array(allowed).all()):
+        if not (is_cpu and allowed.numpy().all()):
             distance = distance.masked_fill(~allowed.unsqueeze(1), torch.inf)
         return centre_index.gather(1, distance.min(2).indices)
 
     assigned = map_rows(find_nearest, x.shape[1] * centre_index.shape[1], x, centre_index, allowed)
     assigned = torch.where(centres, torch.arange(mask.shape[1], device=mask.device), assigned)
-    if is_cpu and to_array(mask).all() and to_array(allowed)[:, 0].all():
+    if is_cpu and mask.numpy().all() and allowed.numpy()[:, 0].all():
         return assigned
     return assigned.masked_fill(~(mask & allowed[:, :1]), -1)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.kernels.host_loops import find_known, measure_peaks, to_array
+from tokenprune.kernels.host_loops import find_known, measure_peaks
 from tokenprune.kernels.pairs import distances, is_all_finite, is_finite
 from tokenprune.kernels.take import top_mask
 
@@ -42,7 +42,7 @@ def density_peaks(
     """
     points, is_masked, is_cpu = x.float(), None, x.device.type == "cpu"
     # On the CPU, a check is cheaper than the passes that it avoids.
-    if not (is_cpu and to_array(mask).all() and is_all_finite(x)):
+    if not (is_cpu and mask.numpy().all() and is_all_finite(x)):
         barred = ~(mask & is_finite(x))
         points, is_masked = points.masked_fill(barred.unsqueeze(-1), 0), barred.unsqueeze(1) | barred.unsqueeze(2)
     distance = distances(points, points) / x.shape[-1] ** 0.5

@@ -14,13 +14,8 @@ from torch import Tensor
 
 
 def to_array(x: Tensor) -> np.ndarray:
-    """Return the values of a tensor on the CPU, without a copy."""
+    """Return the values of a tensor on the CPU, without a copy, also if it requires a gradient."""
     return (x.detach() if x.requires_grad else x).numpy()
-
-
-def partition(first: Tensor) -> Tensor:
-    """Do as `compact.partition` on the CPU."""
-    return torch.from_numpy((~first.numpy()).argsort(axis=1, kind="stable"))
 
 
 def pick_farthest(table: Tensor, num_picks: int) -> Tensor:
@@ -129,11 +124,6 @@ def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
     ranks = np.empty(groups.shape, dtype=np.int64)
     np.put_along_axis(ranks, order, index - start, axis=1)
     return torch.from_numpy(ranks)
-
-
-def build_bias(visible: np.ndarray, lowest: float) -> Tensor:
-    """Return a float32 tensor that is 0 where `visible` is true, and `lowest` elsewhere."""
-    return torch.from_numpy(np.where(visible, np.float32(0), np.float32(lowest)))
 
 
 def find_known(values: Tensor, limit: Tensor | None) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch
 
 from tokenprune.kernels.compact import gather_tokens
 from tokenprune.kernels.dispatch import operation
-from tokenprune.kernels.host_loops import find_first_max, to_array
+from tokenprune.kernels.host_loops import find_first_max
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,8 @@ def cosines(a: Tensor, b: Tensor) -> Tensor:
     Returns:
         float32 `[S, A, B]`.
     """
-    return torch.bmm(_normalize(a), _normalize(b).transpose(1, 2))
+    normalize = torch.nn.functional.normalize
+    return torch.bmm(normalize(a.float(), dim=-1), normalize(b.float(), dim=-1).transpose(1, 2))
 
 
 @operation(kernel="tokenprune.kernels.match_triton:best_match", limits=_limits)
@@ -77,14 +78,14 @@ def best_match(
         >>> cosine.item(), index.item()
         (1.0, 1)
     """
-    unit = _normalize(a)
-    others = unit if b is a else _normalize(b)
+    unit = torch.nn.functional.normalize(a.float(), dim=-1)
+    others = unit if b is a else torch.nn.functional.normalize(b.float(), dim=-1)
     units = others.transpose(1, 2)
     # On the CPU, these checks are cheaper than the operations that they can skip.
     finite = one_group = False
     if a.device.type == "cpu":
         finite = math.isfinite(unit.sum() if b is a else unit.sum().item() + others.sum().item())
-        allowed = None if allowed is None or to_array(allowed).all() else allowed
+        allowed = None if allowed is None or allowed.numpy().all() else allowed
         one_group = group_a is not None and group_b is not None and _is_single_group(group_a, group_b)
     step = max(1, _MAX_ELEMENTS // max(1, units.shape[0] * units.shape[2]))
     results = []
@@ -144,11 +145,5 @@ def _first_tie(x: Tensor, best: Tensor) -> Tensor:
 
 def _is_single_group(group_a: Tensor, group_b: Tensor) -> bool:
     """Return True if all tokens of each row belong to one group, on the CPU."""
-    groups, others = to_array(group_a), to_array(group_b)
+    groups, others = group_a.numpy(), group_b.numpy()
     return bool((groups == groups[:, :1]).all() and (others == groups[:, :1]).all())
-
-
-def _normalize(x: Tensor) -> Tensor:
-    """Do as `torch.nn.functional.normalize` in float32."""
-    x = x.float()
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12)

@@ -14,7 +14,6 @@ from annotated_types import Ge
 
 from tokenprune.budgets import Budget
 from tokenprune.budgets.schedule import choose_layers, plan_cuts
-from tokenprune.kernels.host_loops import to_array
 from tokenprune.selection.method import Method, Pruner, Selection
 from tokenprune.selection.tokens import VisualTokens
 
@@ -126,6 +125,6 @@ def sum_text_attention(tokens: VisualTokens, weights: torch.Tensor) -> torch.Ten
     """
     mask, attention = tokens.text.mask, tokens.attention_from(weights)
     # On the CPU, reading the mask costs no synchronization and saves computing the last row.
-    if mask.device.type == "cpu" and to_array(mask).any(axis=1).all():
+    if mask.device.type == "cpu" and mask.numpy().any(axis=1).all():
         return attention
     return torch.where(mask.any(1)[:, None, None], attention, tokens.last_row_attention)
