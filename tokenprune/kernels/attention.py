@@ -70,7 +70,7 @@ def attention_rows(
     """
     check_heads(heads)
     weights, visible = _weights(query, key, index, mask, scaling, causal, softcap)
-    if visible.device.type != "cpu" or not visible.numpy().any(axis=-1).all():
+    if torch.compiler.is_compiling() or visible.device.type != "cpu" or not visible.numpy().any(axis=-1).all():
         weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0)
     if heads is None:
         return weights
@@ -189,7 +189,8 @@ def _weights(
     count = index.shape[1]
     visible = visible_keys(query, key, index, mask, causal=causal)
     # On the CPU, a check is cheaper than the pass that it avoids.
-    visible_array = visible.numpy() if visible.device.type == "cpu" else None
+    reads_visible = visible.device.type == "cpu" and not torch.compiler.is_compiling()
+    visible_array = visible.numpy() if reads_visible else None
     # Padding may contain NaN. Biases are added to scores and invalid rows are multiplied by 0, so NaN would spread:
     # replace keys that no row sees, and queries that see no key, by zeros.
     if visible_array is None or not visible_array.any(axis=(1, 2)).all():

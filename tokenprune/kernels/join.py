@@ -38,7 +38,8 @@ def join(x: Tensor, keep: Tensor | None, own_weight: Tensor, source: Tensor, tar
         [[0.0], [4.0]]
     """
     count, wide = len(own_weight), torch.float64 if x.dtype == torch.float64 else torch.float32
-    if x.device.type == "cpu" and not (own_weight.requires_grad or weight.requires_grad):
+    needs_torch = torch.compiler.is_compiling() or own_weight.requires_grad or weight.requires_grad
+    if x.device.type == "cpu" and not needs_torch:
         return _join_on_cpu(x, keep, own_weight.to(wide), source, target, weight.to(wide))
     keep = torch.arange(count, device=x.device) if keep is None else keep
     # The extra last row receives dropped sources. Boolean indexing would synchronize with the device.
