@@ -129,6 +129,33 @@ def test_next_turns(method: str, images: tuple[int, ...], build: Any) -> None:
         assert counts(model).step_hits > 3 * (STEPS - 1)
 
 
+def test_steps_after_a_prompt_without_images(build: Any) -> None:
+    """Without a cut all layers are one group, and with a cut the layers after it are another one."""
+    family = FAMILIES["llava"]
+    model = build(family)
+    prompts = [family.make_inputs(images=images) for images in ((0,), (1,))]
+    with tokenprune.patched(model, "fastv", keep=0.4):
+        expected = [generate(model, inputs) for inputs in prompts]
+    with tokenprune.patched(model, "fastv", keep=0.4, graphs=True):
+        for inputs, want in zip((*prompts, *prompts), (*expected, *expected), strict=True):
+            same(generate(model, inputs), want)
+        assert counts(model).step_hits >= 2 * (STEPS - 1)
+
+
+def test_steps_that_prune_after_a_warm_up(build: Any) -> None:
+    """The recorded step does not prune yet, and later steps leave layers of two lengths."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(1,))
+    options = dict(layer=2, warmup=3, update_every=1, keep=0.5)
+    with tokenprune.patched(model, "dyrate", **options):
+        want = generate(model, inputs)
+        assert len({layer.keys.shape[2] for layer in want.past_key_values.layers}) > 1
+    with tokenprune.patched(model, "dyrate", **options, graphs=True):
+        for _ in range(2):
+            same(generate(model, inputs), want)
+        assert counts(model).step_hits >= STEPS - 1
+
+
 def test_kept_tensors_do_not_change(build: Any) -> None:
     """Tensors of an earlier cache, which a caller keeps, are not written by later prompts and steps."""
     family = FAMILIES["llava"]

@@ -20,7 +20,7 @@ from tokenprune.kernels.density import density_peaks
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.kernels.farthest import farthest
 from tokenprune.kernels.join import destinations, join
-from tokenprune.kernels.match import best_match
+from tokenprune.kernels.match import TIE, _first_max, best_match
 from tokenprune.kernels.pairs import normalize
 from tokenprune.kernels.take import rank_in_group, take_in_turn
 from tokenprune.selection.apply import _check_assign
@@ -138,6 +138,12 @@ def test_best_match(with_nan: bool, groups: int) -> None:
         for allowed in (None, masks(seed)):
             same(partial(best_match, group_a=group_x, group_b=group_y), x, y, allowed)
         same(partial(best_match, exclude_self=True), y, y)
+
+
+def test_first_max() -> None:
+    """The first value within `TIE` of the maximum counts, also if a later value is larger."""
+    x = torch.randn(ROWS, TOKENS, 50, generator=draw(0)).round(decimals=0)
+    same(_first_max, x + TIE / 2 * torch.rand(x.shape, generator=draw(1)))
 
 
 def test_assignments() -> None:
