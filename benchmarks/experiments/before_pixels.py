@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -112,12 +113,14 @@ def measure(megapixels: float, size: tuple[int, int], rounds: int, cores: int) -
 
 
 def build_engine() -> Any:
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB. The default is most of the memory
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         str(MODELS["demo_qwen"]), dtype="float32", enforce_eager=True, max_model_len=2048, max_num_seqs=4,
         limit_mm_per_prompt={"image": 1, "video": 0}, mm_processor_cache_gb=0, enable_prefix_caching=False,
-        disable_log_stats=True, mm_processor_kwargs={"tokenprune": {"off": True}},
+        gpu_memory_utilization=0.3, disable_log_stats=True,
+        mm_processor_kwargs={"tokenprune": {"off": True}},
     )  # fmt: skip
     return llm, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
