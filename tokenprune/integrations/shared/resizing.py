@@ -181,7 +181,7 @@ class Resizer:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("min_pixels", "max_pixels")}
             kwargs |= {"size": size}
         else:
-            sizes = [_find_size(image, share, self.max_tokens) for image, share in zip(images, shares, strict=True)]
+            sizes = [find_size(image, share, self.max_tokens) for image, share in zip(images, shares, strict=True)]
         return [image.size if image.resized_from else size for image, size in zip(images, sizes, strict=True)], kwargs
 
     def _check_counts(self, images: list[InputImage], kwargs: dict[str, Any]) -> None:
@@ -310,7 +310,7 @@ def _find_side(side: int, share: float, max_tokens: int | None = None) -> int:
     return min(range(1, last + 1), key=lambda patches: abs(patches**2 - target))
 
 
-def _find_size(image: InputImage, share: float, max_tokens: int | None = None) -> tuple[int, int]:
+def find_size(image: InputImage, share: float, max_tokens: int | None = None) -> tuple[int, int]:
     """Return the size of the same shape whose number of tokens is closest to the share and at most `max_tokens`.
 
     Of several such sizes, return the largest. Raise BudgetError if every size has more than `max_tokens` tokens.

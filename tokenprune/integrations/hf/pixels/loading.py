@@ -23,7 +23,7 @@ from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.settings.max_visual_tokens import LIMITER, check_limit
 
 # Raised by Pillow's readers for damaged files.
-_DAMAGED = (OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error)
+DAMAGED = (OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error)
 
 
 def load_image(
@@ -82,7 +82,7 @@ def load_image(
             image = decode(file, find).convert("RGB")
     except TokenPruneError:
         raise
-    except _DAMAGED as error:
+    except DAMAGED as error:
         name = "these bytes" if isinstance(source, bytes) else shorten(str(source))
         raise OptionError(f"cannot read {name} as an image: {error}") from error
     if resizer is None or not has_count:
