@@ -122,9 +122,9 @@ def test_fewer_frames_are_used_where_small_frames_exceed_the_budget(av: Any, tmp
 def test_a_video_of_a_phone_is_turned_upright(av: Any, tmp_path: Path) -> None:
     path = write_video(av, tmp_path / "a.mp4")
     every = decode_all(av, path)
-    data, (scale, whole) = bytearray(path.read_bytes()), (1 << 16, 1 << 30)
-    start = data.index(struct.pack(">9i", scale, 0, 0, 0, scale, 0, 0, 0, whole), data.index(b"tkhd"))
-    data[start : start + 36] = struct.pack(">9i", 0, scale, 0, -scale, 0, 0, 0, 0, whole)
+    data, (scale, unit) = bytearray(path.read_bytes()), (1 << 16, 1 << 30)
+    start = data.index(struct.pack(">9i", scale, 0, 0, 0, scale, 0, 0, 0, unit), data.index(b"tkhd"))
+    data[start : start + 36] = struct.pack(">9i", 0, scale, 0, -scale, 0, 0, 0, 0, unit)
     (frame,) = load_video(bytes(data), num_frames=1)
     assert frame.tobytes() == every[20].rotate(-90, expand=True).tobytes()
     (small,) = load_video(bytes(data), num_frames=1, processor=Qwen2VLVideoProcessor(**SETTINGS), max_visual_tokens=96)
@@ -149,7 +149,7 @@ def test_damaged_files_give_an_error_and_never_hang(av: Any, tmp_path: Path) -> 
         sound.sample_rate = 8000
         video.mux(stream.encode(sound))
         video.mux(stream.encode())
-    with pytest.raises(OptionError, match="it has no video stream"):
+    with pytest.raises(OptionError, match="it lacks a video stream"):
         load_video(tmp_path / "sound.mp4")
     rng, start, outcomes = random.Random(0), time.monotonic(), {"read": 0, "refused": 0}
     for _ in range(60):

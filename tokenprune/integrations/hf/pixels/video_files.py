@@ -75,7 +75,7 @@ def load_video(
         if file.streams.video:
             return file
         file.close()
-        raise ValueError("it has no video stream")
+        raise ValueError("it lacks a video stream")
 
     try:
         return _load(open_file, num_frames, count, max_visual_tokens or 0)
@@ -119,7 +119,7 @@ def _load(open_file: Open, num_frames: int, count: Count | None, max_tokens: int
     with open_file() as file:
         frame = next(file.decode(video=0), None)
     if frame is None:
-        raise ValueError("it has no frames")
+        raise ValueError("its video stream is empty")
     num_frames, size = min(num_frames, index.num_packets), None
     if count is not None:
         sides = (frame.height, frame.width) if frame.rotation % 180 == 0 else (frame.width, frame.height)
@@ -192,7 +192,7 @@ def _read_in_order(open_file: Open, num_packets: int, num_frames: int, size: Siz
                 if len(frames) == len(indices):
                     return frames
         total = num_decoded
-    raise ValueError("it has no frames")
+    raise ValueError("its video stream is empty")
 
 
 def _convert(frame: Any, size: Size | None) -> Image.Image:
