@@ -23,7 +23,7 @@ SOURCE = (
     "By `python benchmarks/experiments/before_pixels.py`; raw data: "
     "[1](../../benchmarks/results/cpu/before_pixels.jsonl), [2](../../benchmarks/results/cpu/before_pixels-vllm.jsonl)."
 )
-MODELS, KEEPS = ("demo_qwen", "demo_smol"), (0.25, 0.5)
+MODELS, KEEPS = ("demo_qwen", "demo_smol"), (0.25,)
 
 
 def read(name: str) -> tuple[str, dict[tuple[Any, ...], dict[str, Any]]]:
