@@ -57,7 +57,13 @@ def load_video(
         MissingPackageError: If PyAV is not installed.
 
     Examples:
-        >>> frames = tokenprune.load_video("clip.mp4", processor=processor, max_visual_tokens=2048)  # doctest: +SKIP
+        >>> import io, transformers
+        >>> file = io.BytesIO()
+        >>> image.save(file, "GIF", save_all=True, append_images=[image.rotate(90)], duration=100)
+        >>> qwen = transformers.Qwen2VLVideoProcessor()
+        >>> frames = tokenprune.load_video(file.getvalue(), processor=qwen, max_visual_tokens=256)
+        >>> [frame.size for frame in frames]
+        [(462, 462), (462, 462)]
     """
     if isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1:
         raise OptionError(f"num_frames={num_frames!r} must be an int >= 1.")
