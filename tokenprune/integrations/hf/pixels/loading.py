@@ -76,7 +76,8 @@ def load_image(
         if resizer is not None and resizer.chooses_by_image:
             rule = resizer.rule
             assert rule is not None  # checked by `chooses_by_image`
-            return decode_by_content(open_file, resizer, lambda *size: rule.count(SettingsReader(processor), *size, 1))
+            read = SettingsReader(processor)
+            return decode_by_content(open_file, resizer, lambda height, width: rule.count(read, height, width, 1))
         with open_file() as file:
             full_size = get_full_size(file)
             image = decode(file, find).convert("RGB")
