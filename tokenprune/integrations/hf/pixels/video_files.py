@@ -8,6 +8,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,7 @@ def _choose(count: Count, num_frames: int, sides: Size, max_tokens: int) -> tupl
     """Return the number of frames and their (height, width), with at most `max_tokens` tokens in all."""
     error = None
     for frames in range(num_frames, 0, -1):
-        image = InputImage(
-            None, count=lambda height, width, frames=frames: count(frames, height, width), full_size=sides
-        )
+        image = InputImage(None, count=partial(count, frames), full_size=sides)
         try:
             return frames, find_size(image, min(1.0, max_tokens / image.tokens), max_tokens)
         except BudgetError as too_small:
