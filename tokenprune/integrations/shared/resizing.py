@@ -227,7 +227,7 @@ class Resizer:
 
     @property
     def chooses_by_image(self) -> bool:
-        """Whether the method chooses the size of each image by the content of this image only."""
+        """True if the method chooses the size of each image by the content of this image only."""
         if self.identity or self.rule is None or self.resizing != "input" or not self.method.depends_on_content:
             return False
         return self.max_tokens is None and self.budget.per != "prompt" and not self.method.reads_question
