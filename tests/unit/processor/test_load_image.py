@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers.models.gemma4.image_processing_gemma4 import Gemma4ImageProces
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import tokenprune
+import tokenprune_demo
 from each import each
 from processors import COUNTED, LIMITS, demo_model, llava, photo
 from tokenprune import (
@@ -194,9 +196,10 @@ def test_dynres_chooses_from_a_smaller_decode(kind: str, monkeypatch: pytest.Mon
 
 
 def test_an_eighth_of_the_coefficients_gives_the_choice_of_a_reduced_image() -> None:
-    """The decoder's 1/8 uses only the DC coefficients, which are means of 8 x 8 pixels."""
-    for make in PICTURES.values():
-        file = jpeg(make())
+    """The decoder's 1/8 uses only the DC coefficients, which are means of 8 x 8 pixels. Also of shipped images."""
+    shipped = sorted((Path(tokenprune_demo.__file__).parent / "heldout_smol/images").glob("*.jpg"))[::4]
+    assert len(shipped) > 50
+    for file in [*(jpeg(make()) for make in PICTURES.values()), *(path.read_bytes() for path in shipped)]:
         with Image.open(io.BytesIO(file)) as image:
             decoding.draft(image, 8)
             small = image.convert("RGB")
