@@ -28,10 +28,10 @@ MODELS, KEEPS = ("demo_qwen", "demo_smol"), (0.25,)
 
 def read(name: str) -> tuple[str, dict[tuple[Any, ...], dict[str, Any]]]:
     """Return date and load of the quiet rows of a file, and the rows by megapixels, cores and way. Maybe no rows."""
-    header, records = rows.quiet(RESULTS / "cpu" / name)
+    _, records = rows.quiet(RESULTS / "cpu" / name)
     if not records:
         return "", {}
-    note = f"{records[0]['date']}, load at most {max(row['load'] for row in records):g}, torch {header['torch']}"
+    note = f"{records[0]['date']}, load at most {max(row['load'] for row in records):g}"
     return note, {(row["megapixels"], row.get("cores", 1), row["way"]): row for row in records}
 
 
