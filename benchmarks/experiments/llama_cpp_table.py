@@ -266,28 +266,30 @@ def write_times(model: str, rows: list[dict[str, Any]]) -> list[str]:
     for tokens in sorted({row["tokens"] for row in rows}):
         ratios, scale = find_ratios(rows, tokens), find_scale(rows, tokens)
         cells = [f"{ratios['divprune', keep]:.2f}x ({ratios['oracle', keep]:.2f}x)" for keep in KEEPS]
-        cells += [f"{ratios['image', SAME_TOKENS]:.2f}x", f"{ratios['image', scale]:.2f}x (sides {scale:g})"]
+        cells += [f"{ratios['image', SAME_TOKENS]:.2f}x", f"{ratios['image', scale]:.2f}x ({scale:g})"]
         lines.append(f"| `{model}` | {tokens} | {' | '.join(cells)} |")
     return lines
 
 
 def write_answers(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the table of accuracy by kind of question."""
-    lines = [f"| questions | n | {' | '.join(SETTINGS.values())} |", f"|---|{'---:|' * (len(SETTINGS) + 1)}"]
-    for kind in (*sorted({row["question"] for row in rows}), None):
-        part = [row for row in rows if kind in (None, row["question"])]
-        right = {name: [row[name]["right"] for row in part] for name in SETTINGS}
-        cells = []
-        for name, values in right.items():
-            cell = f"{100 * sum(values) / len(part):.0f}"
-            if name.startswith("same"):
-                gap = _compare(right["pruned"], values)
-                cell += f" ({100 * gap.difference:+.0f}: {100 * gap.low:+.0f} to {100 * gap.high:+.0f})"
-            cells.append(cell)
-        lines.append(f"| {kind or '**all**'} | {len(part)} | {' | '.join(cells)} |")
-    ratios = {name: [row["unpruned"]["seconds"] / row[name]["seconds"] for row in rows] for name in SETTINGS}
-    cells = [f"{statistics.median(values):.2f}x" for values in ratios.values()]
-    return [*lines, f"| first token | | {' | '.join(cells)} |"]
+    """Return the table of right answers: a row for each setting, and a column for each kind of question."""
+    kinds = sorted({row["question"] for row in rows})
+    counts = [sum(row["question"] == kind for row in rows) for kind in kinds]
+    titles = ["setting", "first token", f"all ({len(rows)})", "`divprune` minus this"]
+    titles += [f"{kind} ({count})" for kind, count in zip(kinds, counts, strict=True)]
+    lines = [f"| {' | '.join(titles)} |", f"|---|{'---:|' * (len(titles) - 1)}"]
+    for name, title in SETTINGS.items():
+        right = [row[name]["right"] for row in rows]
+        speed = statistics.median(row["unpruned"]["seconds"] / row[name]["seconds"] for row in rows)
+        gap = _compare([row["pruned"]["right"] for row in rows], right)
+        cells = [title, f"{speed:.2f}x", f"{100 * statistics.mean(right):.0f}"]
+        cells.append(
+            "" if name == "pruned" else f"{100 * gap.difference:+.0f} [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
+        )
+        for kind in kinds:
+            cells.append(f"{100 * statistics.mean(row[name]['right'] for row in rows if row['question'] == kind):.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _compare(ours: list[int], theirs: list[int]) -> Any:
@@ -303,9 +305,12 @@ def page() -> None:
     for row, _ in read_lines(FILE):
         by_kind.setdefault((row["kind"], row["model"]), []).append(row)
     timed = [row for model in UNIT for row in by_kind["times", model]]
+    loads = [row["load"] for row in timed]
+    rounds = [len({row["round"] for row in by_kind["times", model]}) for model in UNIT]
     lines = [
-        "Time to the first token, unpruned divided by each setting, on one thread, in turn: the median over rounds. In "
-        "brackets: an oracle without a selection.",
+        "Time to the first token, unpruned divided by each setting: one thread, in turn, median of "
+        f"{min(rounds)} rounds, load {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores. In brackets: an "
+        "oracle without a selection, or the scale of the sides.",
         "",
         f"| model | visual tokens | `divprune` {KEEPS[0]} | `divprune` {KEEPS[1]} | {SETTINGS['same tokens']} | "
         f"{SETTINGS['same time']} |",
@@ -313,16 +318,13 @@ def page() -> None:
     ]
     for model in UNIT:
         lines += write_times(model, by_kind["times", model])
-    loads = [row["load"] for row in timed]
-    rounds = [len({row["round"] for row in by_kind["times", model]}) for model in UNIT]
-    lines += ["", f"{min(rounds)} rounds, load {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores."]
     lines += [
         "",
-        "Right answers in percent. In brackets: `divprune` minus this column in points, with the 95 % interval of "
-        "paired differences.",
+        "Right answers in percent by kind of question (number of questions, drawn with a fixed seed), with the 95 % "
+        "interval of paired differences in points.",
     ]
     for model in UNIT:
-        lines += ["", f"### {model}", "", *write_answers(by_kind["answers", model])]
+        lines += ["", f"`{model}`:", "", *write_answers(by_kind["answers", model])]
     fill_page(PAGE, BEGIN, END, "\n".join(lines))
 
 
