@@ -58,7 +58,7 @@ def test_each_setting_has_a_row(script: Any) -> None:
         answers = {name: {"right": 1, "seconds": 1.0} for name in script.SETTINGS}
         rows.append({"question": kind, **answers, "same tokens": {"right": right, "seconds": 1.0}})
     table = script.write_answers(rows)
-    assert table[0] == "| setting | first token | all (4) | `divprune` minus this | count (2) | word (2) |"
+    assert table[0] == "|setting|first token|all (4)|`divprune` minus this|count (2)|word (2)|"
     assert len(table) == 2 + len(script.SETTINGS)
     assert table[4].startswith("| smaller image, same tokens | 1.00x | 75 | +25 [") and table[4].endswith(
         "| 100 | 50 |"
