@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fit selectors with `tokenprune fit learned` and compare them with training-free methods at equal cost.
+
+    python benchmarks/experiments/learned.py fit --model demo_qwen --out runs/learned
+    python benchmarks/experiments/learned.py ask --model demo_qwen --out runs/learned
+    python benchmarks/experiments/learned.py page
+
+Training pairs are drawn with seeds and photographs that the held-out sets do not use, and without labels: the targets
+come from the model's own answers. Only some kinds of questions are asked in training (`TRAINED`), and no pages or charts
+are drawn. `ask` appends one line for each setting to benchmarks/results/learned.jsonl; both commands continue where they
+stopped.
+
+Expectations before the first run, on images of the same kind: at 11 % a learned selector gains at least 4 points over
+divprune; on pages it gains nothing or loses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import calm_threads  # noqa: F401
+import numpy as np
+import torch
+from PIL import Image
+from rich.console import Console
+
+import tokenprune
+from common import RESULTS
+from tokenprune.selection.method import Site
+from tokenprune_bench.calibration.selector_fitting import fit_learned
+from tokenprune_bench.calibration.selector_targets import Observations
+from tokenprune_bench.metrics import get_metric
+from tokenprune_bench.profiling.model import Model, load_model
+from tokenprune_demo.drawn_sets import draw_set
+from tokenprune_demo.heldout import load_heldout
+
+TRAINING = Path(__file__).parent / "training"
+sys.path[:0] = [str(TRAINING / "qwen"), str(TRAINING / "smol")]
+SEED = 20261128  # of the training pairs
+RAW = RESULTS / "learned.jsonl"
+KEEPS = (0.25, 0.11, 0.05)
+TARGETS = ("attention", "gradient", "topk")
+DIVERSITIES = (0.0, 1.0)
+TRAINED = {
+    "demo_qwen": ("colour", "presence", "count", "position", "digits", "grounding"),
+    "demo_smol": ("colour", "presence", "count", "position"),
+}
+PAGES = ("document", "chart")  # kinds of demo_smol's held-out set about other images
+PAIRS = {"demo_qwen": 1600, "demo_smol": 160}
+EPOCHS = {
+    "demo_qwen": {"attention": 12, "gradient": 12, "topk": 2},
+    "demo_smol": {"attention": 30, "gradient": 30, "topk": 1},
+}
+IMAGES = {"demo_qwen": 100, "demo_smol": 0}  # held-out images, 0 for all
+FREE = {
+    "demo_qwen": ("divprune", "cdpruner", "mmtok", "scope", "random", "downsample"),
+    "demo_smol": ("divprune", "cdpruner", "mmtok", "otprune", "random", "downsample"),
+}
+
+
+class Pairs(Sequence[dict[str, Any]]):
+    """Model arguments of drawn pairs of an image and a question. Pair `index` depends on the seed and `index` only."""
+
+    def __init__(self, subject: Model, name: str, count: int) -> None:
+        self.subject, self.name, self.count = subject, name, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        image, question = draw_pair(self.name, index)
+        return self.subject.inputs([image], [question])
+
+
+def draw_pair(name: str, index: int) -> tuple[Image.Image, str]:
+    """Return a training image of a model and a question about it. Things are left out: their drawings are a font's."""
+    import native_scenes
+
+    native_scenes.Canvas.thing = lambda *arguments: None
+    for attempt in range(100):
+        rng = np.random.default_rng((SEED, index, attempt))
+        if name == "demo_smol":
+            import smol_scenes
+
+            sort = str(rng.choice(("shapes", "photo"), p=(0.7, 0.3)))
+            scene = smol_scenes.draw(rng, smol_scenes.photographs("train"), sort)
+        else:
+            import make_heldout_native
+
+            width, height, scale = make_heldout_native.size(rng, index)
+            scene = native_scenes.draw_native(rng, width, height, scale, native_scenes.photographs("train"))
+        # Each kind is equally likely, so that kinds with many questions do not crowd out the others.
+        kind = str(rng.choice(TRAINED[name]))
+        questions = [question.text for question in scene.questions if question.kind == kind]
+        if questions:
+            return Image.fromarray(scene.pixels[0]), questions[int(rng.integers(len(questions)))]
+    raise AssertionError(f"no question of the trained kinds in 100 scenes for pair {index}")
+
+
+def sets(name: str, subject: Model) -> dict[str, list[list[Any]]]:
+    """Return the held-out questions in three sets, grouped by image."""
+    found: dict[str, dict[int, list[Any]]] = {"trained kinds": {}, "other kinds": {}, "pages": {}}
+    for example in load_heldout(limit=IMAGES[name] or None, folder=subject.heldout):
+        part = "trained kinds" if example.kind in TRAINED[name] else "other kinds"
+        part = "pages" if example.kind in PAGES else part
+        found[part].setdefault(example.index, []).append(example)
+    if name == "demo_qwen":
+        for example in draw_set("documents", 96).questions:
+            found["pages"].setdefault(example.index, []).append(example)
+    return {part: list(images.values()) for part, images in found.items()}
+
+
+def answer(subject: Model, images: list[list[Any]]) -> str:
+    """Return right answers as 1 and wrong answers as 0, in order."""
+    metric, right = get_metric(subject.metric), ""
+    for examples in images:
+        inputs = subject.inputs([e.images[0] for e in examples], [e.question for e in examples])
+        scores = metric.score(subject.generate(inputs), [e.answers for e in examples])
+        right += "".join(str(int(score >= 0.5)) for score in scores)
+    return right
+
+
+def settings(name: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return a label and the arguments of `patch` for each setting. Selectors that were not fitted are left out."""
+    for method in FREE[name]:
+        yield method, {"method": method}
+    for target in TARGETS:
+        for question in (False, True):
+            path = selector_path(folder, name, target, question)
+            if path.exists():
+                for diversity in DIVERSITIES:
+                    label = f"learned {target}{' question' * question}, diversity {diversity:g}"
+                    yield label, {"method": "learned", "selector": str(path), "diversity": diversity}
+
+
+def selector_path(folder: Path, name: str, target: str, question: bool) -> Path:
+    return folder / f"{name}-{target}{'-question' * question}.safetensors"
+
+
+def fit(args: argparse.Namespace, subject: Model, console: Console) -> None:
+    """Fit all requested selectors to the same observations, which are stored beside them."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * args.minutes
+    pairs = Pairs(subject, args.model, args.pairs or PAIRS[args.model])
+    observed, store = Observations(subject.model, pairs, subject.max_new_tokens), args.out / f"{args.model}-observed.pt"
+    if store.exists():
+        observed.samples = torch.load(store, weights_only=False)
+    targets, start = [target for target in args.targets if target != "topk"] or ["topk"], time.process_time()
+    for index in range(len(pairs)):
+        if time.monotonic() > end:
+            break
+        for target in targets:
+            observed.get(index, target)
+    torch.save(observed.samples, store)
+    num_ready = sum(sample is None or all(target in (*sample.targets, "topk") for target in targets)
+                    for sample in observed.samples.values())  # fmt: skip
+    console.print(f"{num_ready} of {len(pairs)} pairs observed, {time.process_time() - start:.0f} s of CPU")
+    if num_ready < len(pairs) and not args.enough:
+        return
+    pairs.count = num_ready
+    for target, question in itertools.product(args.targets, (False, True)):
+        path, start = selector_path(args.out, args.model, target, question), time.process_time()
+        partial = path.with_name(f"{path.name}.partial")
+        left = (end - time.monotonic()) / 60
+        if (path.exists() and not partial.exists()) or left < 0.2 or (question and args.agnostic):
+            continue
+        epochs = args.epochs or EPOCHS[args.model][target]
+        selector = fit_learned(subject.model, observed, path, keep=KEEPS, target=target, use_question=question,
+                               minutes=left, epochs=epochs)  # fmt: skip
+        weights = sum(weight.numel() for weight in selector.weights.values())
+        seconds, finished = time.process_time() - start, not partial.exists()
+        console.print(f"{path.name}: {weights} weights, {seconds:.0f} s of CPU, finished: {finished}")
+
+
+def ask(args: argparse.Namespace, subject: Model, console: Console) -> None:
+    known = [json.loads(line) for line in RAW.read_text().splitlines()] if RAW.exists() else []
+    done = {(row["model"], row["setting"], row["keep"]) for row in known if row["record"] == "result"}
+    parts, end = sets(args.model, subject), time.monotonic() + 60 * args.minutes
+
+    def write(record: dict[str, Any]) -> None:
+        with RAW.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    if not any(row["model"] == args.model for row in known):
+        kinds = {part: [e.kind for image in images for e in image] for part, images in parts.items()}
+        write({"record": "header", "model": args.model, "trained": TRAINED[args.model], "kinds": kinds,
+               "pairs": args.pairs or PAIRS[args.model], **{"environment": subject.environment()}})  # fmt: skip
+    for keep in args.keep:
+        for label, patch in [("unpatched", {}), *settings(args.model, args.out)]:
+            share = keep if patch else 1.0
+            if (args.model, label, share) in done:
+                continue
+            if time.monotonic() > end:
+                console.print("time is up")
+                return
+            torch.manual_seed(0)
+            options = dict(patch)
+            if patch and tokenprune.method_info(patch["method"]).site is Site.PRE_ENCODER:
+                options["processor"] = subject.processor
+            if patch:
+                with tokenprune.patched(subject.model, options.pop("method"), keep=keep, guard="off", **options):
+                    right = {part: answer(subject, images) for part, images in parts.items()}
+            else:
+                right = {part: answer(subject, images) for part, images in parts.items()}
+            done.add((args.model, label, share))
+            write({"record": "result", "model": args.model, "setting": label, "keep": share, "right": right})
+            shown = ", ".join(f"{part} {100 * text.count('1') / len(text):.1f}" for part, text in right.items())
+            console.print(f"{label} at {share:g}: {shown}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("fit", "ask"))
+    parser.add_argument("--model", choices=tuple(TRAINED), default="demo_qwen")
+    parser.add_argument("--targets", choices=TARGETS, nargs="*", default=TARGETS)
+    parser.add_argument("--agnostic", action="store_true", help="fit without the question only")
+    parser.add_argument("--enough", action="store_true", help="fit to the pairs that were observed so far")
+    parser.add_argument("--pairs", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--keep", type=float, nargs="*", default=KEEPS)
+    parser.add_argument("--out", type=Path, default=Path("runs/learned"))
+    args = parser.parse_args()
+    {"fit": fit, "ask": ask}[args.command](args, load_model(args.model, device="cpu"), Console(width=160))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import torch
+from annotated_types import Ge, Le
+
+from tokenprune.errors import OptionError
+from tokenprune.kernels.clusters import select_farthest_weighted
+from tokenprune.methods.fitted import LazyFit
+from tokenprune.methods.registry import register
+from tokenprune.methods.selector import Selector, describe_question, describe_tokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
+
+_LOWEST = -30.0  # logarithm of the smallest weight, which is not 0 in float32
+
+
+@register("learned", site=Site.PRE_LLM, paper="none (an addition)")
+@dataclass(frozen=True)
+class Learned(Pruner):
+    """Keep tokens by a small scoring head that is fitted to the model and to images like the user's.
+
+    The head reads the features of a token, its row and column, its norm and its cosine to the mean of the image. If it
+    was fitted with the question, it also reads the mean embedding of the text after the image.
+
+    Args:
+        selector: Path of a file written by `tokenprune fit learned`.
+        diversity: 0 keeps the highest scores. Otherwise each pick maximizes exp(score) * distance ** diversity, where
+            distance is the cosine distance to the nearest earlier pick, as in `divprune`.
+    """
+
+    fit = LazyFit("tokenprune_bench.calibration.selector_fitting", "fit_learned")
+    fit_limit: ClassVar[int | None] = None
+    fit_question: ClassVar[str | None] = None  # use the question of the drawn scene
+    never_nan: ClassVar[bool] = True
+
+    selector: str | Path | None = field(default=None, metadata={"file": True})
+    diversity: Annotated[float, Ge(0), Le(16)] = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._fitted  # noqa: B018 (raise errors of the file early)
+
+    @cached_property
+    def _fitted(self) -> Selector | None:
+        return None if self.selector is None else Selector.load(self.selector)
+
+    @property
+    def query_aware(self) -> bool:
+        return self._fitted is not None and self._fitted.uses_question
+
+    def check_model(self, decoder: torch.nn.Module) -> None:
+        if self._fitted is None or self.selector is None:
+            raise OptionError(f"{self.name} requires selector=PATH. Write the file with `tokenprune fit learned`.")
+        self._fitted.check_decoder(self.name, self.selector, decoder)
+
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
+        assert self._fitted is not None  # see `check_model`
+        question = describe_question(tokens) if self.query_aware else None
+        return self._fitted.score(describe_tokens(tokens), question)
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        score = self.score(tokens)
+        if not self.diversity:
+            return Selection.top(score, tokens)
+        # The logarithm of exp(score) * distance ** diversity, divided by diversity, ranks the tokens equally.
+        highest = score.masked_fill(~tokens.mask, -torch.inf).amax(1, keepdim=True)
+        weight = ((score - highest) / self.diversity).clamp(min=_LOWEST).exp()
+        keep = select_farthest_weighted(tokens.hidden, tokens.mask, weight, tokens.budget, max(tokens.keep))
+        return Selection(keep, counts=tokens.keep)
