@@ -40,10 +40,10 @@ def describe_tokens(tokens: VisualTokens) -> Tensor:
 
 def _compute_cells(tokens: VisualTokens) -> Tensor:
     """Return row and column of each token in [-1, 1], float32, shape (S, N, 2)."""
-    cells = torch.zeros(*tokens.mask.shape, 2, device="cpu")
+    cells = torch.zeros(*tokens.mask.shape, 2, dtype=torch.float32, device="cpu")
     for cell, count, grid in zip(cells, tokens.counts, tokens.grids, strict=True):
         if grid is not None and math.prod(grid) == count:
-            rows, columns = (torch.linspace(-1, 1, side, device="cpu") for side in grid[1:])
+            rows, columns = (torch.linspace(-1, 1, side, dtype=torch.float32, device="cpu") for side in grid[1:])
             pairs = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), 2).flatten(0, 1)
             cell[:count] = pairs.repeat(grid[0], 1)
     return cells.to(tokens.mask.device)

@@ -18,7 +18,7 @@ from tokenprune.api import is_patched
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.methods.encoder.thresholds import write_atomically
-from tokenprune.methods.selector import NUM_STATISTICS, Selector, compute_logits
+from tokenprune.methods.selector import Selector, compute_logits
 from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune.selection.files import check_output
 from tokenprune_bench.calibration.selector_targets import (
@@ -82,7 +82,9 @@ def fit_learned(
         raise AlreadyPatchedError("The model is patched. Call tokenprune.unpatch(model) before fitting.")
     observations = samples
     if not isinstance(samples, Observations):
-        observations = Observations(model, samples if isinstance(samples, Sequence) else list(samples), max_new_tokens)
+        observations = Observations(
+            model, samples if hasattr(samples, "__getitem__") else list(samples), max_new_tokens
+        )
     fit = _Fit(observations, list(_check_keeps(keep)), target, use_question, seed, out)
     return fit.run(minutes, epochs, restart, progress)
 
@@ -110,7 +112,12 @@ class _Fit:
     """
 
     def __init__(
-        self, observations: Observations, keeps: list[float], target: Target, use_question: bool, seed: int,
+        self,
+        observations: Observations,
+        keeps: list[float],
+        target: Target,
+        use_question: bool,
+        seed: int,
         out: str | Path | None,
     ) -> None:
         self.observations, self.model = observations, observations.model
@@ -122,9 +129,7 @@ class _Fit:
         self.average: dict[str, Tensor] = {}
         self.done = 0  # samples, over all epochs
 
-    def run(
-        self, minutes: float, epochs: int, restart: bool, progress: Callable[[int], None] | None
-    ) -> Selector:
+    def run(self, minutes: float, epochs: int, restart: bool, progress: Callable[[int], None] | None) -> Selector:
         total = epochs * len(self.observations)
         self.identity = {
             "keeps": self.keeps, "target": self.target, "use_question": self.use_question, "seed": self.seed,
@@ -146,7 +151,7 @@ class _Fit:
             while self.done < total and time.monotonic() < end:
                 self._step()
                 if progress is not None:
-                    progress(self.done)
+                    progress(self.done // epochs)
                 if state is not None and time.monotonic() - saved > _SAVE_SECONDS:
                     self._save(state)
                     saved = time.monotonic()
@@ -165,7 +170,9 @@ class _Fit:
 
     def _start(self) -> None:
         """Create the weights. The first samples set mean and deviation of the inputs."""
-        first = [self.observations.get(index, self.target) for index in range(min(_SCALE_SAMPLES, len(self.observations)))]
+        first = [
+            self.observations.get(index, self.target) for index in range(min(_SCALE_SAMPLES, len(self.observations)))
+        ]
         found = [sample for sample in first if sample is not None]
         if not found:
             raise TokenPruneError("Cannot fit: no sample has an image.")

@@ -170,7 +170,10 @@ def measure_attention(model: Any, arguments: dict[str, Any], sample: Sample) -> 
     """Return the attention of the answer to each visual token, mean over heads and the middle half of the layers."""
     layers, start = len(get_adapter(model).decoder.layers), arguments["input_ids"].shape[1] - 1
     ids = torch.cat([arguments["input_ids"], sample.top[None, :-1, 0]], 1)
-    prompt = {name: _extend(value, arguments["input_ids"].shape, len(sample.top) - 1, name) for name, value in arguments.items()}
+    prompt = {
+        name: _extend(value, arguments["input_ids"].shape, len(sample.top) - 1, name)
+        for name, value in arguments.items()
+    }
     total = torch.zeros_like(sample.mask, dtype=torch.float32)
 
     def note(tokens: VisualTokens, _: int) -> None:

@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.errors import OptionError
 from tokenprune.kernels.clusters import select_farthest_weighted
 from tokenprune.methods.fitted import LazyFit
 from tokenprune.methods.registry import register
@@ -29,7 +28,8 @@ class Learned(Pruner):
     was fitted with the question, it also reads the mean embedding of the text after the image.
 
     Args:
-        selector: Path of a file written by `tokenprune fit learned`.
+        selector: Path of a file written by `tokenprune fit learned`. None: all tokens score equally, so the choice is
+            that of `divprune`, and `Stats.notes` says so.
         diversity: 0 keeps the highest scores. Otherwise each pick maximizes exp(score) * distance ** diversity, where
             distance is the cosine distance to the nearest earlier pick, as in `divprune`.
     """
@@ -55,13 +55,18 @@ class Learned(Pruner):
         return self._fitted is not None and self._fitted.uses_question
 
     def check_model(self, decoder: torch.nn.Module) -> None:
-        if self._fitted is None or self.selector is None:
-            raise OptionError(f"{self.name} requires selector=PATH. Write the file with `tokenprune fit learned`.")
-        self._fitted.check_decoder(self.name, self.selector, decoder)
+        if self._fitted is not None and self.selector is not None:
+            self._fitted.check_decoder(self.name, self.selector, decoder)
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
-        assert self._fitted is not None  # see `check_model`
-        question = describe_question(tokens) if self.query_aware else None
+        if self._fitted is None:
+            tokens.note(f"{self.name} has no selector and chooses like divprune")
+            return torch.zeros(tokens.mask.shape, dtype=torch.float32, device=tokens.mask.device)
+        self._check(
+            self._fitted.num_features == tokens.hidden.shape[2],
+            f"{self.selector} is for a hidden size of {self._fitted.num_features}, not {tokens.hidden.shape[2]}",
+        )
+        question = describe_question(tokens) if self._fitted.uses_question else None
         return self._fitted.score(describe_tokens(tokens), question)
 
     def select(self, tokens: VisualTokens) -> Selection:
