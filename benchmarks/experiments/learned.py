@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from typing import Any
 import calm_threads  # noqa: F401
 import numpy as np
 import torch
-from common import RESULTS
+from common import RESULTS, fill_page
 from PIL import Image
 from rich.console import Console
 
@@ -37,6 +38,7 @@ from tokenprune.selection.method import Site
 from tokenprune_bench.calibration.selector_fitting import fit_learned
 from tokenprune_bench.calibration.selector_targets import Observations
 from tokenprune_bench.metrics import get_metric
+from tokenprune_bench.paired import Answers, compare_paired
 from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.drawn_sets import draw_set
 from tokenprune_demo.heldout import load_heldout
@@ -45,6 +47,8 @@ TRAINING = Path(__file__).parent / "training"
 sys.path[:0] = [str(TRAINING / "qwen"), str(TRAINING / "smol")]
 SEED = 20261128  # of the training pairs
 RAW = RESULTS / "learned.jsonl"
+PAGE = Path(__file__).parents[2] / "docs/results/methods.md"
+BEGIN, END = "<!-- learned:begin (python benchmarks/experiments/learned.py page) -->", "<!-- learned:end -->"
 KEEPS = (0.11, 0.05, 0.25)
 TARGETS = ("attention", "gradient", "topk")
 DIVERSITIES = (0.0, 1.0, 3.0)
@@ -220,9 +224,98 @@ def ask(args: argparse.Namespace, subject: Model, console: Console) -> None:
             console.print(f"{label} at {share:g}: {shown}")
 
 
+def measure_time(args: argparse.Namespace, subject: Model, console: Console) -> None:
+    """Measure the time of the choice of one image, in turn with divprune, and append the median ratios."""
+    example = load_heldout(folder=subject.heldout)[0]
+    image = example.image.resize((448, 448)) if args.model == "demo_qwen" else example.image
+    inputs = subject.inputs([image], [example.question])
+    methods: dict[str, Any] = {"divprune": tokenprune.method("divprune"), "cdpruner": tokenprune.method("cdpruner")}
+    for question, diversity in itertools.product((False, True), DIVERSITIES[:2]):
+        path = selector_path(args.out, args.model, "attention", question)
+        if path.exists():
+            method = tokenprune.method("learned", selector=str(path), diversity=diversity)
+            methods[f"learned{' question' * question}, diversity {diversity:g}"] = method
+    tokens: list[Any] = []
+
+    @tokenprune.register("catcher", site="PRE_LLM")
+    class Catcher(tokenprune.Pruner):
+        """Catch the visual tokens of a call."""
+
+        def select(self, seen: Any) -> tokenprune.Selection:
+            tokens.append(seen)
+            return tokenprune.Selection.top(seen.hidden[..., 0], seen)
+
+    with tokenprune.patched(subject.model, Catcher(), keep=0.11), torch.inference_mode():
+        subject.model(**inputs)
+        seen, times = tokens[0], {name: [] for name in methods}
+        for _ in range(200):
+            for name, method in methods.items():
+                start = time.process_time()
+                method.select(seen)
+                times[name].append(time.process_time() - start)
+    medians = {name: float(np.median(values)) for name, values in times.items()}
+    ratios = {name: round(value / medians["divprune"], 2) for name, value in medians.items()}
+    record = {"record": "time", "model": args.model, "tokens": seen.counts[0], "keep": 0.11, "ratios": ratios,
+              "milliseconds": round(1000 * medians["divprune"], 3), "load": round(os.getloadavg()[0], 2)}  # fmt: skip
+    with RAW.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    console.print(record)
+
+
+def write_page(*_: Any) -> None:
+    """Fill the section of the page from the raw file."""
+    rows = [json.loads(line) for line in RAW.read_text().splitlines()]
+    fill_page(PAGE, BEGIN, END, "\n\n".join(format_model(name, rows) for name in TRAINED if any_of(name, rows)))
+
+
+def any_of(name: str, rows: list[dict[str, Any]]) -> bool:
+    return any(row["record"] == "result" and row["model"] == name for row in rows)
+
+
+def format_model(name: str, rows: list[dict[str, Any]]) -> str:
+    """Return the paragraph and the table of a model: gains over divprune by keep and set of questions."""
+    results = {(row["setting"], row["keep"]): row["right"] for row in rows
+               if row["record"] == "result" and row["model"] == name}  # fmt: skip
+    keeps = sorted({keep for _, keep in results} - {1.0}, reverse=True)
+    labels = list(dict.fromkeys(label for label, _ in results if label not in ("unpatched", "divprune")))
+    parts = [part for part, right in results["divprune", keeps[0]].items() if right]
+    unpatched = ", ".join(
+        f"{len(right)} {part} ({_share(right)})" for part, right in results["unpatched", 1.0].items() if right
+    )
+    lines = [
+        f"{name}, held-out questions by set, with the accuracy of the unpatched model in %: {unpatched}.",
+        "",
+        "| method | " + " | ".join(f"{100 * keep:g} %: {'; '.join(parts)}" for keep in keeps) + " |",
+        "|---|" + "---|" * len(keeps),
+        "| `divprune`, % | "
+        + " | ".join("; ".join(_share(results["divprune", keep][part]) for part in parts) for keep in keeps)
+        + " |",
+    ]
+    for label in labels:
+        cells = []
+        for keep in keeps:
+            right = results.get((label, keep))
+            cells.append("" if right is None else "; ".join(
+                _gain(right[part], results["divprune", keep][part]) for part in parts))  # fmt: skip
+        lines.append(f"| {label if label.startswith('learned') else f'`{label}`'} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _share(right: str) -> str:
+    return f"{100 * right.count('1') / len(right):.1f}"
+
+
+def _gain(ours: str, theirs: str) -> str:
+    """Return the gain in points, bold if its 95 % interval excludes 0."""
+    first, second = (Answers([[float(x) for x in right]], [right]) for right in (ours, theirs))
+    gap = compare_paired(first, second)
+    text = f"{100 * gap.difference:+.1f}"
+    return f"**{text}**" if gap.low > 0 or gap.high < 0 else text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("fit", "ask"))
+    parser.add_argument("command", choices=("fit", "ask", "time", "page"))
     parser.add_argument("--model", choices=tuple(TRAINED), default="demo_qwen")
     parser.add_argument("--targets", choices=TARGETS, nargs="*", default=TARGETS)
     parser.add_argument("--agnostic", action="store_true", help="fit without the question only")
@@ -234,7 +327,11 @@ def main() -> None:
     parser.add_argument("--keep", type=float, nargs="*", default=KEEPS)
     parser.add_argument("--out", type=Path, default=Path("runs/learned"))
     args = parser.parse_args()
-    {"fit": fit, "ask": ask}[args.command](args, load_model(args.model, device="cpu"), Console(width=160))
+    if args.command == "page":
+        write_page()
+        return
+    run = {"fit": fit, "ask": ask, "time": measure_time}[args.command]
+    run(args, load_model(args.model, device="cpu"), Console(width=160))
 
 
 if __name__ == "__main__":

@@ -69,6 +69,12 @@ class Selector:
     weights: dict[str, Tensor]
     model: str
 
+    def __str__(self) -> str:
+        count, units = sum(weight.numel() for weight in self.weights.values()), len(self.weights["out_weight"])
+        return (
+            f"{count} weights; {units} hidden units; {'reads' if self.uses_question else 'does not read'} the question"
+        )
+
     @property
     def uses_question(self) -> bool:
         return "question_weight" in self.weights

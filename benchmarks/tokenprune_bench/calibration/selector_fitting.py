@@ -77,6 +77,11 @@ def fit_learned(
         AlreadyPatchedError: If the model is patched.
         OptionError: If an option is not valid, or the file belongs to another fit.
         TokenPruneError: If no sample has an image.
+
+    Examples:
+        >>> selector = fit_learned(model, [inputs], epochs=1)
+        >>> selector.uses_question
+        False
     """
     if is_patched(model):
         raise AlreadyPatchedError("The model is patched. Call tokenprune.unpatch(model) before fitting.")

@@ -32,6 +32,16 @@ class Learned(Pruner):
             that of `divprune`, and `Stats.notes` says so.
         diversity: 0 keeps the highest scores. Otherwise each pick maximizes exp(score) * distance ** diversity, where
             distance is the cosine distance to the nearest earlier pick, as in `divprune`.
+
+    Source:
+        An addition. Learned selectors of other projects train several million parameters, often together with the
+        model; this head has at most 1 % of the model's parameters and is fitted to the frozen model's own answers.
+
+    Examples:
+        >>> model = tokenprune.patch(model, Learned(diversity=2.0), keep=0.25)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).keep_ratio
+        0.25
     """
 
     fit = LazyFit("tokenprune_bench.calibration.selector_fitting", "fit_learned")
@@ -54,6 +64,10 @@ class Learned(Pruner):
     def query_aware(self) -> bool:
         return self._fitted is not None and self._fitted.uses_question
 
+    @property
+    def fitted_width(self) -> int | None:
+        return None if self._fitted is None else self._fitted.num_features
+
     def check_model(self, decoder: torch.nn.Module) -> None:
         if self._fitted is not None and self.selector is not None:
             self._fitted.check_decoder(self.name, self.selector, decoder)
@@ -63,8 +77,9 @@ class Learned(Pruner):
             tokens.note(f"{self.name} has no selector and chooses like divprune")
             return torch.zeros(tokens.mask.shape, dtype=torch.float32, device=tokens.mask.device)
         self._check(
-            self._fitted.num_features == tokens.hidden.shape[2],
-            f"{self.selector} is for a hidden size of {self._fitted.num_features}, not {tokens.hidden.shape[2]}",
+            self.fitted_width == tokens.hidden.shape[2],
+            f"{self.selector} is for a hidden size of {self.fitted_width}, not {tokens.hidden.shape[2]}. Run "
+            "`tokenprune fit learned` with this model.",
         )
         question = describe_question(tokens) if self._fitted.uses_question else None
         return self._fitted.score(describe_tokens(tokens), question)
