@@ -5,13 +5,13 @@
     python benchmarks/experiments/learned.py ask --model demo_qwen --out runs/learned
     python benchmarks/experiments/learned.py page
 
-Training pairs are drawn with seeds and photographs that the held-out sets do not use. There are no labels: the targets
-come from the model's own answers. Training asks only some kinds of questions (`TRAINED`), and no page or chart is
-drawn. `ask` appends one line for each setting to benchmarks/results/learned.jsonl. Both commands continue an
+Training pairs are drawn with seeds and photographs that the held-out sets do not use. The targets come from the
+model's own answers, without labels. Training asks only some kinds of questions (`TRAINED`), about scenes without pages
+and charts. `ask` appends one line for each setting to benchmarks/results/learned.jsonl. Both commands continue an
 interrupted run.
 
 Expectations before the first run, on images of the same kind: at 11 % a learned selector gains at least 4 points over
-divprune; on pages it gains nothing or loses.
+divprune; on pages it does not gain.
 """
 
 from __future__ import annotations
@@ -113,15 +113,15 @@ def draw_pair(name: str, index: int) -> tuple[Image.Image, str]:
 
 def sets(name: str, subject: Model) -> dict[str, list[list[Any]]]:
     """Return the held-out questions in three sets, grouped by image."""
-    found: dict[str, dict[int, list[Any]]] = {"trained kinds": {}, "other kinds": {}, "pages": {}}
+    parts: dict[str, dict[int, list[Any]]] = {"trained kinds": {}, "other kinds": {}, "pages": {}}
     for example in load_heldout(limit=IMAGES[name] or None, folder=subject.heldout):
         part = "trained kinds" if example.kind in TRAINED[name] else "other kinds"
         part = "pages" if example.kind in PAGES else part
-        found[part].setdefault(example.index, []).append(example)
+        parts[part].setdefault(example.index, []).append(example)
     if name == "demo_qwen":
         for example in draw_set("documents", DOCUMENTS).questions:
-            found["pages"].setdefault(example.index, []).append(example)
-    return {part: list(images.values()) for part, images in found.items()}
+            parts["pages"].setdefault(example.index, []).append(example)
+    return {part: list(images.values()) for part, images in parts.items()}
 
 
 def answer(subject: Model, images: list[list[Any]]) -> str:
@@ -241,21 +241,21 @@ def measure_time(args: argparse.Namespace, subject: Model, console: Console) -> 
     class Catcher(tokenprune.Pruner):
         """Catch the visual tokens of a call."""
 
-        def select(self, seen: Any) -> tokenprune.Selection:
-            tokens.append(seen)
-            return tokenprune.Selection.top(seen.hidden[..., 0], seen)
+        def select(self, view: Any) -> tokenprune.Selection:
+            tokens.append(view)
+            return tokenprune.Selection.top(view.hidden[..., 0], view)
 
     with tokenprune.patched(subject.model, Catcher(), keep=0.11), torch.inference_mode():
         subject.model(**inputs)
-        seen, times = tokens[0], {name: [] for name in methods}
+        caught, times = tokens[0], {name: [] for name in methods}
         for _ in range(200):
             for name, method in methods.items():
                 start = time.process_time()
-                method.select(seen)
+                method.select(caught)
                 times[name].append(time.process_time() - start)
     medians = {name: float(np.median(values)) for name, values in times.items()}
     ratios = {name: round(value / medians["divprune"], 2) for name, value in medians.items()}
-    record = {"record": "time", "model": args.model, "tokens": seen.counts[0], "keep": 0.11, "ratios": ratios,
+    record = {"record": "time", "model": args.model, "tokens": caught.counts[0], "keep": 0.11, "ratios": ratios,
               "milliseconds": round(1000 * medians["divprune"], 3), "load": round(os.getloadavg()[0], 2)}  # fmt: skip
     with RAW.open("a") as file:
         file.write(json.dumps(record) + "\n")
@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--targets", choices=TARGETS, nargs="*", default=TARGETS)
     parser.add_argument("--agnostic", action="store_true", help="fit without the question only")
     parser.add_argument("--enough", action="store_true", help="fit to the pairs that were observed so far")
-    parser.add_argument("--only", nargs="*", help="ask only settings whose name starts with one of these")
+    parser.add_argument("--only", nargs="*", help="ask settings with one of these prefixes")
     parser.add_argument("--pairs", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=9.0)

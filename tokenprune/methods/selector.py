@@ -138,7 +138,7 @@ class Selector:
 
 
 def _is_valid(tensors: dict[str, Tensor]) -> bool:
-    """Return True if names, shapes and values are those of a selector."""
+    """Return True if names, shapes and values are valid."""
     names = set(tensors)
     if names not in (set(_LAYER), {*_LAYER, *_QUESTION}) or tensors["hidden_weight"].ndim != 2:
         return False

@@ -170,13 +170,13 @@ def _read_pairs(data: Path, question: str | None) -> Iterator[tuple[Path, str]]:
     """Yield the image and the question of each row of a file. Answers are ignored.
 
     Raises:
-        DataError: If a row has no image, or an image is missing.
+        DataError: If the image of a row is missing.
     """
     folder, rows = read_rows(data, None)
     for where, row in rows:
         image = row.get("image") if isinstance(row, dict) else None
         if not isinstance(image, str) or not (folder / image).is_file():
-            raise DataError(f'{where} of {data} has no readable image. Write {{"image": FILE, "question": TEXT}}.')
+            raise DataError(f'{where} of {data} lacks a readable image. Write {{"image": FILE, "question": TEXT}}.')
         asked = question or row.get("question") or _QUESTION
         if not isinstance(asked, str):
             raise DataError(f"{where} of {data} has a question that is not a text.")

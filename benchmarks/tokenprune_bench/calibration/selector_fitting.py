@@ -53,7 +53,7 @@ def fit_learned(
     restart: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Selector:
-    """Fit the scoring head of `learned` to the answers that the frozen model gives itself.
+    """Fit the scoring head of `learned` to answers of the frozen model.
 
     Args:
         model: An unpatched model.
@@ -178,11 +178,11 @@ class _Fit:
         first = [
             self.observations.get(index, self.target) for index in range(min(_SCALE_SAMPLES, len(self.observations)))
         ]
-        found = [sample for sample in first if sample is not None]
-        if not found:
+        known = [sample for sample in first if sample is not None]
+        if not known:
             raise TokenPruneError("Cannot fit: no sample has an image.")
-        inputs = torch.cat([sample.inputs[sample.mask].float() for sample in found])
-        question = torch.cat([sample.question for sample in found])
+        inputs = torch.cat([sample.inputs[sample.mask].float() for sample in known])
+        question = torch.cat([sample.question for sample in known])
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         per_unit = inputs.shape[1] + 2 + self.use_question * question.shape[1]
         rest = 2 * inputs.shape[1] + 2 * self.use_question * question.shape[1]
@@ -212,25 +212,25 @@ class _Fit:
         count = len(self.observations)
         batch = range(self.done, min(self.done + _BATCH, (self.done // count + 1) * count))
         self.optimizer.zero_grad()
-        for number in batch:
-            epoch, index = divmod(number, count)
+        for step in batch:
+            epoch, index = divmod(step, count)
             order = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(self.seed * 1009 + epoch))
             sample = self.observations.get(int(order[index]), self.target)
             if sample is not None:
                 with torch.enable_grad():
-                    (self._loss(sample, number) / len(batch)).backward()
+                    (self._loss(sample, step) / len(batch)).backward()
         self.optimizer.step()
         self.done = batch.stop
         decay = min(_AVERAGE, self.done / (self.done + 10 * _BATCH))
         for name in self.trained:
             self.average[name].lerp_(self.weights[name].detach(), 1 - decay)
 
-    def _loss(self, sample: Sample, number: int) -> Tensor:
+    def _loss(self, sample: Sample, step: int) -> Tensor:
         logit = compute_logits(self.weights, sample.inputs.float(), sample.question if self.use_question else None)
         if self.target != "topk":
             likely = logit.masked_fill(~sample.mask, -1e4).log_softmax(1)
             return -(sample.targets[self.target] * likely).sum(1).mean()
-        generator = torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + number)
+        generator = torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + step)
         share = self.keeps[int(torch.randint(len(self.keeps), (), generator=generator))]
         count = (share * sample.mask.sum(1, keepdim=True)).clamp(min=1)
         gate = draw_gate(logit, sample.mask, count, _TEMPERATURE, generator)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observe a model for the fit of `learned`: its visual tokens, its own answers, and what the answers depend on."""
+"""Observe a model for the fit of `learned`: visual tokens, answers, and the importance of each token."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class _Recorder(Pruner):
     records: list[tuple[Tensor, ...]] = field(default_factory=list, compare=False)
 
     def select(self, tokens: VisualTokens) -> Selection:
-        found = describe_tokens(tokens).half(), describe_question(tokens), tokens.mask, tokens.segments.position
-        self.records.append(found)
+        record = describe_tokens(tokens).half(), describe_question(tokens), tokens.mask, tokens.segments.position
+        self.records.append(record)
         return Selection(tokens.mask, counts=tokens.counts)
 
 
@@ -84,7 +84,7 @@ class Observations:
         return len(self.arguments)
 
     def get(self, index: int, target: str) -> Sample | None:
-        """Return a sample with `target`, or None if the prompt has no image or an empty answer."""
+        """Return a sample with `target`, or None if the prompt lacks images."""
         if index in self.samples and (self.samples[index] is None or target in (*self.samples[index].targets, "topk")):
             return self.samples[index]
         arguments = self.arguments[index]
@@ -100,7 +100,7 @@ class Observations:
 
 @torch.no_grad()
 def observe(model: Any, arguments: dict[str, Any], max_new_tokens: int) -> Sample | None:
-    """Answer a prompt greedily and return the sample, without targets. None if it has no image."""
+    """Answer a prompt greedily and return the sample, without targets. None if the prompt lacks images."""
     if len(arguments["input_ids"]) != 1:
         raise OptionError("A sample of the fit must be a single prompt. Pass samples with one row each.")
     recorder, calls = _Recorder(), []
@@ -118,7 +118,7 @@ def observe(model: Any, arguments: dict[str, Any], max_new_tokens: int) -> Sampl
         return None
     prompt, position_ids = _check_call(calls[0])
     answer = full.sequences[:, full.sequences.shape[1] - len(full.logits) :]
-    # The last token of the answer predicts nothing.
+    # No logits are compared after the last token of the answer.
     embeddings = torch.cat([prompt, model.get_input_embeddings()(answer[:, :-1]).to(prompt.dtype)], 1)
     if position_ids is not None:
         steps = torch.arange(1, answer.shape[1], device=position_ids.device)
@@ -153,8 +153,8 @@ def compute_loss(model: Any, sample: Sample, bias: Tensor) -> Tensor:
     column = bias.new_zeros(length).index_put((sample.position.flatten()[flat],), bias.flatten()[flat])
     causal = torch.full((length, length), torch.finfo(torch.float32).min, device=bias.device).triu(1)
     # Each token attends to itself fully, so no row is empty.
-    own = torch.eye(length, dtype=torch.bool, device=bias.device)
-    table = causal + column.clamp(min=_LOWEST).expand(length, -1).masked_fill(own, 0)
+    diagonal = torch.eye(length, dtype=torch.bool, device=bias.device)
+    table = causal + column.clamp(min=_LOWEST).expand(length, -1).masked_fill(diagonal, 0)
     output = get_adapter(model).decoder(
         inputs_embeds=sample.embeddings,
         position_ids=sample.position_ids,

@@ -68,7 +68,7 @@ def test_without_a_file_it_chooses_like_divprune(build: Any) -> None:
         with tokenprune.patched(model, name, keep=0.3, record=True), torch.no_grad():
             model(**inputs)
             kept.append(tokenprune.stats(model).cuts[0].kept)
-            assert any("no selector" in note for note in tokenprune.stats(model).notes) is (name == "learned")
+            assert any("without a selector" in note for note in tokenprune.stats(model).notes) is (name == "learned")
     assert kept[0] == kept[1]
 
 

@@ -22,14 +22,14 @@ _LOWEST = -30.0  # logarithm of the smallest weight, which is not 0 in float32
 @register("learned", site=Site.PRE_LLM, paper="none (an addition)")
 @dataclass(frozen=True)
 class Learned(Pruner):
-    """Keep tokens by a small scoring head that is fitted to the model and to images like the user's.
+    """Keep tokens by a small scoring head fitted to the model and the user's images.
 
     The head reads the features of a token, its row and column, its norm and its cosine to the mean of the image. If it
     was fitted with the question, it also reads the mean embedding of the text after the image.
 
     Args:
         selector: Path of a file written by `tokenprune fit learned`. None: all tokens score equally, so the choice is
-            that of `divprune`, and `Stats.notes` says so.
+            that of `divprune`, with a note in `Stats.notes`.
         diversity: 0 keeps the highest scores. Otherwise each pick maximizes exp(score) * distance ** diversity, where
             distance is the cosine distance to the nearest earlier pick, as in `divprune`.
 
@@ -74,7 +74,7 @@ class Learned(Pruner):
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
         if self._fitted is None:
-            tokens.note(f"{self.name} has no selector and chooses like divprune")
+            tokens.note(f"{self.name} chooses like divprune without a selector")
             return torch.zeros(tokens.mask.shape, dtype=torch.float32, device=tokens.mask.device)
         self._check(
             self.fitted_width == tokens.hidden.shape[2],
