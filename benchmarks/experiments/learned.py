@@ -17,12 +17,15 @@ divprune; on pages it does not gain.
 from __future__ import annotations
 
 import argparse
+import copy
+import hashlib
 import itertools
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +65,8 @@ EPOCHS = {
     "demo_qwen": {"attention": 12, "gradient": 12, "topk": 3},
     "demo_smol": {"attention": 30, "gradient": 30, "topk": 1},
 }
-IMAGES = {"demo_qwen": 80, "demo_smol": 100}  # held-out images, 0 for all
-DOCUMENTS = 64
+IMAGES = {"demo_qwen": 64, "demo_smol": 60}  # held-out images, 0 for all
+DOCUMENTS = 32
 FREE = {
     "demo_qwen": ("divprune", "cdpruner", "mmtok", "scope", "random", "downsample"),
     "demo_smol": ("divprune", "cdpruner", "mmtok", "otprune", "random", "downsample"),
@@ -111,27 +114,83 @@ def draw_pair(name: str, index: int) -> tuple[Image.Image, str]:
     raise AssertionError(f"no question of the trained kinds in 100 scenes for pair {index}")
 
 
-def sets(name: str, subject: Model) -> dict[str, list[list[Any]]]:
-    """Return the held-out questions in three sets, grouped by image."""
-    parts: dict[str, dict[int, list[Any]]] = {"trained kinds": {}, "other kinds": {}, "pages": {}}
-    for example in load_heldout(limit=IMAGES[name] or None, folder=subject.heldout):
-        part = "trained kinds" if example.kind in TRAINED[name] else "other kinds"
-        part = "pages" if example.kind in PAGES else part
-        parts[part].setdefault(example.index, []).append(example)
+def find_set(name: str, example: Any) -> str:
+    """Return the set of a held-out question: its kind was asked in training, or not, or its image is a page."""
+    if example.kind in PAGES or not hasattr(example, "background"):
+        return "pages"
+    return "trained kinds" if example.kind in TRAINED[name] else "other kinds"
+
+
+def load_images(name: str, subject: Model) -> list[list[Any]]:
+    """Return the held-out questions, grouped by image."""
+    examples = load_heldout(limit=IMAGES[name] or None, folder=subject.heldout)
     if name == "demo_qwen":
-        for example in draw_set("documents", DOCUMENTS).questions:
-            parts["pages"].setdefault(example.index, []).append(example)
-    return {part: list(images.values()) for part, images in parts.items()}
+        examples = [*examples, *draw_set("documents", DOCUMENTS).questions]
+    by_image: dict[Any, list[Any]] = {}
+    for example in examples:
+        by_image.setdefault((find_set(name, example) == "pages", example.index), []).append(example)
+    return list(by_image.values())
 
 
-def answer(subject: Model, images: list[list[Any]]) -> str:
-    """Return right answers as 1 and wrong answers as 0, in order."""
-    metric, right = get_metric(subject.metric), ""
-    for examples in images:
-        inputs = subject.inputs([e.images[0] for e in examples], [e.question for e in examples])
-        scores = metric.score(subject.generate(inputs), [e.answers for e in examples])
-        right += "".join(str(int(score >= 0.5)) for score in scores)
-    return right
+class Asker:
+    """Ask the questions of an image in one batch. Inputs and outputs of the vision tower are kept for later settings.
+
+    Args:
+        subject: The model.
+    """
+
+    def __init__(self, subject: Model) -> None:
+        self.subject, self.metric = subject, get_metric(subject.metric)
+        self.inputs: dict[int, dict[str, Any]] = {}
+        self.encoded: dict[bytes, Any] = {}
+
+    def answer(self, name: str, images: list[list[Any]], changes_pixels: bool) -> dict[str, str]:
+        """Return right answers as 1 and wrong answers as 0, in order, for each set."""
+        right = {"trained kinds": "", "other kinds": "", "pages": ""}
+        for examples in images:
+            inputs = None if changes_pixels else self.inputs.get(id(examples[0]))
+            if inputs is None:
+                inputs = self.subject.inputs([e.images[0] for e in examples], [e.question for e in examples])
+            if not changes_pixels:
+                self.inputs[id(examples[0])] = inputs
+            scores = self.metric.score(self.subject.generate(inputs), [e.answers for e in examples])
+            for example, score in zip(examples, scores, strict=True):
+                right[find_set(name, example)] += str(int(score >= 0.5))
+        return right
+
+    @contextmanager
+    def keep_encoded(self, reads_tower: bool) -> Iterator[None]:
+        """Encode each batch of images once, unless the method reads the tower or changes the pixels."""
+        model = self.subject.model.model
+        tower = model.visual if hasattr(model, "visual") else model.vision_tower
+        encode = tower.forward
+
+        def forward(pixels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            key = hashlib.sha256(pixels.contiguous().numpy().tobytes()).digest()
+            if key not in self.encoded:
+                self.encoded[key] = _encode_once(encode, pixels, *args, **kwargs)
+            return copy.copy(self.encoded[key])  # transformers replaces fields of the output
+
+        if not reads_tower:
+            tower.forward = forward
+        try:
+            yield
+        finally:
+            tower.__dict__.pop("forward", None)
+
+
+def _encode_once(encode: Any, pixels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Encode the first of several equal images that a Qwen tower packs, and repeat its output."""
+    grid = kwargs.get("grid_thw")
+    count = 1 if grid is None else len(grid)
+    first = pixels[: len(pixels) // count]
+    if count == 1 or not torch.equal(first.repeat(count, 1), pixels):
+        return encode(pixels, *args, **kwargs)
+    output = encode(first, *args, **kwargs | {"grid_thw": grid[:1]})
+    for name, value in output.items():
+        if isinstance(value, torch.Tensor):
+            output[name] = value.repeat(count, *[1] * (value.ndim - 1))
+    return output
 
 
 def settings(name: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -189,16 +248,16 @@ def fit(args: argparse.Namespace, subject: Model, console: Console) -> None:
 def ask(args: argparse.Namespace, subject: Model, console: Console) -> None:
     known = [json.loads(line) for line in RAW.read_text().splitlines()] if RAW.exists() else []
     done = {(row["model"], row["setting"], row["keep"]) for row in known if row["record"] == "result"}
-    parts, end = sets(args.model, subject), time.monotonic() + 60 * args.minutes
+    images, end, asker = load_images(args.model, subject), time.monotonic() + 60 * args.minutes, Asker(subject)
 
     def write(record: dict[str, Any]) -> None:
         with RAW.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     if not any(row["model"] == args.model for row in known):
-        kinds = {part: [e.kind for image in images for e in image] for part, images in parts.items()}
+        kinds = [[find_set(args.model, e), e.kind] for examples in images for e in examples]
         write({"record": "header", "model": args.model, "trained": TRAINED[args.model], "kinds": kinds,
-               "pairs": args.pairs or PAIRS[args.model], **{"environment": subject.environment()}})  # fmt: skip
+               "pairs": PAIRS[args.model], "environment": subject.environment()})  # fmt: skip
     for keep in args.keep:
         for label, patch in [("unpatched", {}), *settings(args.model, args.out)]:
             share = keep if patch else 1.0
@@ -211,13 +270,13 @@ def ask(args: argparse.Namespace, subject: Model, console: Console) -> None:
                 return
             torch.manual_seed(0)
             options = dict(patch)
-            if patch and tokenprune.method_info(patch["method"]).site is Site.PRE_ENCODER:
-                options["processor"] = subject.processor
-            if patch:
-                with tokenprune.patched(subject.model, options.pop("method"), keep=keep, guard="off", **options):
-                    right = {part: answer(subject, images) for part, images in parts.items()}
-            else:
-                right = {part: answer(subject, images) for part, images in parts.items()}
+            method = tokenprune.method(options.pop("method"), **options) if patch else None
+            changes_pixels = method is not None and method.site is Site.PRE_ENCODER
+            pruned = nullcontext() if method is None else tokenprune.patched(
+                subject.model, method, keep=keep, guard="off", processor=subject.processor if changes_pixels else None
+            )  # fmt: skip
+            with asker.keep_encoded(changes_pixels or bool(method and method.needs)), pruned:
+                right = asker.answer(args.model, images, changes_pixels)
             done.add((args.model, label, share))
             write({"record": "result", "model": args.model, "setting": label, "keep": share, "right": right})
             shown = ", ".join(f"{part} {100 * text.count('1') / len(text):.1f}" for part, text in right.items())

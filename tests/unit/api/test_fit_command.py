@@ -89,7 +89,7 @@ def test_images_and_questions_of_the_user(tmp_path: Path) -> None:
 
 def test_rows_of_images_and_questions(tmp_path: Path) -> None:
     Image.new("RGB", (60, 60)).save(tmp_path / "a.png")
-    rows = ['{"image": "a.png", "question": "what is it?"}', '{"image": "a.png", "answer": "ignored"}']
+    rows = ['{"image": "a.png", "question": "how many circles?"}', '{"image": "a.png", "answer": "ignored"}']
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     call("fit", "theirs", "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "t")
     first, second = (ids for ids, _ in seen["arguments"])

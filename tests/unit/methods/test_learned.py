@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from each import each
 from greedy import SIZES, check_against, image_tokens, picked
 from tests.unit.methods.naive.learned import naive, naive_scores
 from tokenprune import AlreadyPatchedError, BudgetError, OptionError, TokenPruneError
+from tokenprune.methods import registry
 from tokenprune.methods.selector import NUM_STATISTICS, Selector, describe_tokens
 from tokenprune.testing import visual_tokens
-from tokenprune_bench.calibration import fit_learned
+from tokenprune_bench.calibration import fit_learned, selector_fitting
+from tokenprune_bench.calibration.rate_fitting import ForcedTokens, build_greedy_options
 from tokenprune_bench.calibration.selector_targets import Observations, compute_loss, draw_gate
 from zoo import FAMILIES
 
@@ -97,7 +100,7 @@ def test_invalid_files_raise(build: Any, tmp_path: Path) -> None:
         {"out_weight": torch.full_like(tensors["out_weight"], torch.nan)},
         {"out_weight": tensors["out_weight"][:-1].contiguous()},
         {"hidden_weight": tensors["hidden_weight"][0].contiguous()},
-        {"question_mean": tensors["mean"]},
+        {"question_mean": tensors["mean"].clone()},
     ):
         save_file(tensors | changed, path, {"kind": "tokenprune selector", "model": "m"})
         with pytest.raises(OptionError, match=r"is damaged. Write it again"):
@@ -127,6 +130,7 @@ def test_a_closed_gate_equals_dropping_the_token(family: str, build: Any) -> Non
     keep = torch.arange(sample.mask.shape[1]) % 3 == 0
 
     @tokenprune.register("fixed_mask", site="PRE_LLM")
+    @dataclass(frozen=True)
     class Fixed(tokenprune.Pruner):
         """Keep each third token."""
 
@@ -135,9 +139,6 @@ def test_a_closed_gate_equals_dropping_the_token(family: str, build: Any) -> Non
 
         def resolve_count(self, count: int, keep_count: int) -> int:
             return int(keep.sum())
-
-    from tokenprune.methods import registry
-    from tokenprune_bench.calibration.rate_fitting import ForcedTokens, build_greedy_options
 
     try:
         with tokenprune.patched(model, Fixed(), keep=int(keep.sum()), guard="off"):
@@ -174,19 +175,14 @@ def test_gates_sum_to_the_budget_and_have_its_gradient() -> None:
 
 @each("target", ["attention", "gradient", "topk"])
 def test_fit_is_deterministic_and_resumes(target: Any, build: Any, tmp_path: Path) -> None:
-    model, path, done = build(FAMILIES["llava"]), tmp_path / "s.safetensors", []
+    model, path, done = build(FAMILIES["llava"]), tmp_path / f"{target}.safetensors", []
     fit = partial(fit_learned, model, samples("llava"), target=target, use_question=True, epochs=3, max_new_tokens=3)
     whole = fit(progress=done.append).weights
     assert done[-1] == 5 and done == sorted(done)
-    partial_file = tmp_path / "s.safetensors.partial"
-
-    def stop(count: int) -> None:
-        raise KeyboardInterrupt
-
-    import tokenprune_bench.calibration.selector_fitting as fitting
+    partial_file = tmp_path / f"{target}.safetensors.partial"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fitting, "_SAVE_SECONDS", -1.0)
+        patch.setattr(selector_fitting, "_SAVE_SECONDS", -1.0)
         calls = iter(range(2))
         with pytest.raises(StopIteration):
             fit(out=path, progress=lambda count: next(calls))

@@ -60,7 +60,7 @@ def naive(
 ROWS = {
     "learned": Picks(
         naive=naive,
-        tried=({}, {"diversity": 4.0}, {"diversity": 0.0}),
+        tried=({}, {"diversity": 4.0}),
         refused=({"diversity": -1.0}, {"diversity": 17.0}, {"diversity": "x"}, {"selector": 3}),
         unchanged=("length of tokens", "unit of tokens", "turn of tokens", "text"),
         slack=1e-4,
