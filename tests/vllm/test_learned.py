@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from checkpoints import CHECKPOINTS
-from tokenprune import OptionError
 from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.methods.selector import NUM_STATISTICS, Selector
 from tokenprune.models.fingerprint import compute_fingerprint
@@ -38,5 +37,5 @@ def test_a_fitted_file_gives_the_tokens_of_transformers(name: str, start: Any, r
 
 
 def test_a_file_of_another_width_is_refused(start: Any, reference: Any, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="hidden size"):
+    with pytest.raises(ValueError, match="hidden size of 24, not 64"):
         start("llava", write_selector(tmp_path / "s.safetensors", reference("llava").model, 24))
