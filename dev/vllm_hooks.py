@@ -51,9 +51,6 @@ REPLACED = {
         f"{_OURS}.frontend.pixels:SmallerImages.get_item_for_hash"
     ),
     f"{_MODEL}:SupportsMultiModal.embed_multimodal": f"{_OURS}.worker.models:ReducingModel.embed_multimodal",
-    f"{_MODEL}:SupportsEncoderCudaGraph.get_encoder_cudagraph_config": (
-        f"{_OURS}.worker.models:ReducingModel.get_encoder_cudagraph_config"
-    ),
     f"{_MODEL}:SupportsMRoPE.get_mrope_input_positions": (
         f"{_OURS}.worker.models:ReducingMropeModel.get_mrope_input_positions"
     ),

@@ -149,19 +149,19 @@ def test_a_wrong_setting_ends_a_command_with_one_line(folder: Any) -> None:
     assert start_command(lambda: config(folder("llava"), DIVPRUNE)).multimodal_config.tokenprune
 
 
-def test_options_of_the_engine_are_refused_before_the_model_loads(folder: Any) -> None:
+@pytest.mark.parametrize("option", ["compile_mm_encoder", "cudagraph_mm_encoder"])
+def test_options_of_the_engine_are_refused_before_the_model_loads(folder: Any, option: str) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     def create(setting: Any) -> Any:
         arguments = OPTIONS | {"mm_processor_kwargs": setting, "limit_mm_per_prompt": {"image": 1}}
-        compiled = {"compile_mm_encoder": True}
-        return EngineArgs(str(folder("llava")), compilation_config=compiled, **arguments).create_engine_config()
+        return EngineArgs(str(folder("llava")), compilation_config={option: True}, **arguments).create_engine_config()
 
-    with pytest.raises(UnsupportedSetupError, match="Start without compile_mm_encoder"):
+    with pytest.raises(UnsupportedSetupError, match=f"Start without {option}"):
         create({"tokenprune": DIVPRUNE})
-    with pytest.raises(SystemExit, match="Start without compile_mm_encoder"):
+    with pytest.raises(SystemExit, match=f"Start without {option}"):
         start_command(lambda: create({"tokenprune": DIVPRUNE}))
-    assert create(None).compilation_config.compile_mm_encoder
+    assert getattr(create(None).compilation_config, option)
 
 
 def test_a_server_ends_with_one_line(folder: Any) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rehearse both GPU runs with --tiny, in an environment with the machine's package versions and without network.
 
-    python experiments/gpu/rehearse.py --python python3.12     # creates .venv-gpu if missing, and the wheels
+    python benchmarks/experiments/gpu/rehearse.py --python python3.12 # creates .venv-gpu if missing, and the wheels
 
 --vllm is a Python with vLLM's CPU build, for the tables h.
 
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 PYTHON = ROOT / ".venv-gpu/bin/python"
 # numpy: Triton 3.6's interpreter, which runs without a GPU, does not support numpy 2.4.
 THERE = (

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import sheets  # noqa: E402
 from vllm_kit import pieces  # noqa: E402

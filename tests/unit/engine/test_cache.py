@@ -14,6 +14,7 @@ from transformers import DynamicCache
 import tokenprune
 from oracle import close, reduced
 from tokenprune import UnsupportedSetupError
+from tokenprune.integrations.hf.cache.view import CacheView
 from tokenprune.integrations.hf.compat import CROP_TAKES_REMOVED_COUNT, RESET_EMPTIES, VERSION
 from turns import check_turns, words
 from zoo import FAMILIES, Family
@@ -166,3 +167,8 @@ def test_an_emptied_cache_is_an_ordinary_one(build) -> None:
         assert torch.equal(steps(model, inputs, cache, words(2, 2)), want)
     with tokenprune.patched(model, "fastv", keep=1.0):
         assert type(prefill(model, inputs)[0]) is DynamicCache
+
+
+def test_padding_of_a_call_is_at_the_end_of_the_mask() -> None:
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 1]])
+    assert CacheView(None).padding(mask, 2).tolist() == [[False, False], [True, False]]

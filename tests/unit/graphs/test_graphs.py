@@ -12,32 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import graphed_answers
 import tokenprune
+from graphed_answers import continue_turn, counts, get_part, same, same_logits
 from oracle import close
 from tokenprune import NotPatchedError, OptionError
 from tokenprune.integrations.hf.graphs import Graphs, graphed, warm_up
 from tokenprune.integrations.hf.graphs.walk import LEARNING
 from zoo import FAMILIES
 
-
-def generate(model: Any, inputs: Any, **options: Any) -> Any:
-    wanted = dict(max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_logits=True)
-    with torch.no_grad():
-        return model.generate(**inputs, **wanted | options)
-
-
-def same(got: Any, want: Any) -> None:
-    """Tokens, logits, and the keys and values of each layer."""
-    assert torch.equal(got.sequences, want.sequences)
-    for one, other in zip(got.logits, want.logits, strict=True):
-        close(one, other)
-    for layer, other in zip(got.past_key_values.layers, want.past_key_values.layers, strict=True):
-        close(layer.keys, other.keys)
-        close(layer.values, other.values)
-
-
-def counts(model: Any) -> Any:
-    return tokenprune.stats(model).graphs
+generate = partial(graphed_answers.generate, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("keep", [0.4, 1.0])
@@ -49,23 +33,8 @@ def test_families(family: Any, model: Any, keep: float) -> None:
     with tokenprune.patched(model, "divprune", keep=keep, graphs=True):
         for _ in range(3):
             same(generate(model, inputs), want)
-        found, notes = counts(model), tokenprune.stats(model).notes
-    assert found.hits == 2 and found.misses == {LEARNING: 1} and found.bytes > 0 and not notes
-
-
-def test_eager_attention(build: Any) -> None:
-    """It needs a mask, to be added; a token of padding sees nothing, and so all of a bucket alike."""
-    family = FAMILIES["llava"]
-    model, inputs = build(family, "eager"), family.make_inputs(images=(1, 2), padding="left")
-    with tokenprune.patched(model, "divprune", keep=0.4):
-        want = generate(model, inputs)
-    with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
-        for _ in range(2):
-            got = generate(model, inputs)
-            assert torch.equal(got.sequences, want.sequences)
-            for one, other in zip(got.logits, want.logits, strict=True):
-                close(one, other)
-        assert counts(model).hits == 1
+        graphs, notes = counts(model), tokenprune.stats(model).notes
+    assert graphs.hits == 2 and graphs.misses == {LEARNING: 1} and graphs.bytes > 0 and not notes
 
 
 @pytest.mark.parametrize("method", ["fastv", "dart", "v2drop", "vscan", "tome", "dyrate", "vtw"])
@@ -85,8 +54,8 @@ def test_methods(method: str, build: Any) -> None:
 def test_rows(build: Any) -> None:
     """Rows of one length need no mask; those of several lengths, and padding, have theirs in the graph."""
     family = FAMILIES["llava"]
-    model, one = build(family), family.make_inputs(images=(1,))
-    even = {name: torch.cat([value, value]) for name, value in one.items()}
+    model, inputs = build(family), family.make_inputs(images=(1,))
+    even = {name: torch.cat([value, value]) for name, value in inputs.items()}
     ragged = [
         family.make_inputs(images=images, padding=side) for images in ((1, 3), (1, 2)) for side in ("left", "right")
     ]
@@ -95,8 +64,8 @@ def test_rows(build: Any) -> None:
     with tokenprune.patched(model, "divprune", keep=0.4, graphs=Graphs(step=256, decode=False)):
         for _ in range(2):
             same(generate(model, even), want)
-        for inputs, wanted in zip(ragged, ragged_want, strict=True):  # a shorter prompt after a longer one
-            same(generate(model, inputs), wanted)
+        for inputs, expected in zip(ragged, ragged_want, strict=True):  # a shorter prompt after a longer one
+            same(generate(model, inputs), expected)
         assert counts(model).hits == 5 and counts(model).captured == 2
 
 
@@ -108,9 +77,9 @@ def test_rows_after_each_other(name: str, method: str, build: Any) -> None:
     model = build(family)
     prompts = [family.make_inputs(images=images, padding="left") for images in ((1,), (1, 2), (2, 2), (1,), (1, 2))]
     with tokenprune.patched(model, method, keep=0.4):
-        wanted = [generate(model, inputs) for inputs in prompts]
+        expected = [generate(model, inputs) for inputs in prompts]
     with tokenprune.patched(model, method, keep=0.4, graphs=True):
-        for inputs, want in zip((*prompts, *prompts[::-1]), (*wanted, *wanted[::-1]), strict=True):
+        for inputs, want in zip((*prompts, *prompts[::-1]), (*expected, *expected[::-1]), strict=True):
             same(generate(model, inputs), want)
         assert counts(model).hits >= 8, counts(model)
 
@@ -125,10 +94,9 @@ def test_lengths(length: int, build: Any) -> None:
     with tokenprune.patched(model, "divprune", graphs=Graphs(max_tokens=100)):
         for _ in range(2):
             same(generate(model, inputs), want)
-        found = counts(model)
-    assert found.hits == (length <= 100) and (f"{length} tokens are more than max_tokens=100" in found.misses) == (
-        length > 100
-    )
+        graphs = counts(model)
+    is_long = f"{length} tokens are more than max_tokens=100" in graphs.misses
+    assert graphs.hits == (length <= 100) and is_long == (length > 100)
 
 
 @pytest.mark.parametrize("images", [(1,), (1, 1)])
@@ -139,12 +107,7 @@ def test_next_turn(name: str, images: tuple[int, ...], build: Any) -> None:
     model, inputs = build(family), family.make_inputs(images=images, padding="left")
 
     def talk() -> Any:
-        first = generate(model, inputs)
-        said = first.sequences[:, inputs["input_ids"].shape[1] :]
-        added = torch.cat([said, torch.tensor([[5, 6, 7]] * len(images))], 1)
-        more = torch.cat([inputs["input_ids"], added], 1)
-        mask = torch.cat([inputs["attention_mask"], torch.ones_like(added)], 1)
-        return generate(model, {"input_ids": more, "attention_mask": mask}, past_key_values=first.past_key_values)
+        return continue_turn(model, generate(model, inputs), inputs, max_new_tokens=3)
 
     with tokenprune.patched(model, "divprune", keep=0.4):
         want = talk()
@@ -201,17 +164,17 @@ def test_masks_of_an_earlier_prompt(build: Any) -> None:
     """A mask by which tokens see later ones leaves nothing to the shorter prompt after it."""
     model = build(FAMILIES["llava"])
     decoder = model.model.language_model
-    made = torch.Generator().manual_seed(0)
-    prompts = [torch.randn(1, length, decoder.config.hidden_size, generator=made) for length in (60, 60, 20)]
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randn(1, length, decoder.config.hidden_size, generator=generator) for length in (60, 60, 20)]
 
     def run(embeds: Tensor) -> Tensor:
         mask = torch.ones(1, 1, embeds.shape[1], embeds.shape[1], dtype=torch.bool)
         return decoder(inputs_embeds=embeds, attention_mask=mask, use_cache=True).last_hidden_state
 
     with torch.no_grad():
-        wanted = [run(embeds) for embeds in prompts]
+        expected = [run(embeds) for embeds in prompts]
         with graphed(model):
-            for embeds, want in zip(prompts, wanted, strict=True):
+            for embeds, want in zip(prompts, expected, strict=True):
                 close(run(embeds), want)
 
 
@@ -219,7 +182,7 @@ def test_bounds(build: Any) -> None:
     """The graph that was used last longest ago goes first, by number and by bytes; unpatching frees all."""
     model = build(FAMILIES["llava"])
     tokenprune.patch(model, "divprune", graphs=Graphs(step=16, max_graphs=2, decode=False))
-    part = next(part for part in tokenprune.api.get_attachment(model).engine.parts if hasattr(part, "buckets"))
+    part = get_part(model)
     try:
         warm_up(model, [10, 30, 10, 50])
         assert counts(model).captured == 3 and len(part.buckets) == 2
@@ -253,23 +216,23 @@ def test_threads(build: Any) -> None:
     model = build(family)
     prompts = [family.make_inputs(images=(1,), seed=seed) for seed in range(4)]
     with tokenprune.patched(model, "divprune", keep=0.4):
-        wanted = [generate(model, inputs) for inputs in prompts]
-    got: dict[int, list[Any]] = {}
+        expected = [generate(model, inputs) for inputs in prompts]
+    answers: dict[int, list[Any]] = {}
 
-    def ask(number: int) -> None:
-        got[number] = [generate(model, prompts[number]) for _ in range(4)]
+    def ask(index: int) -> None:
+        answers[index] = [generate(model, prompts[index]) for _ in range(4)]
 
     with tokenprune.patched(model, "divprune", keep=0.4, graphs=Graphs(decode=False)):
         generate(model, prompts[0])
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert counts(model).hits == 16 and counts(model).captured == 1
-    for number, want in enumerate(wanted):
-        for one in got[number]:
-            same(one, want)
+    for index, want in enumerate(expected):
+        for got in answers[index]:
+            same(got, want)
 
 
 def test_gradients_and_training(build: Any) -> None:
@@ -336,7 +299,8 @@ def test_encoded_images(build: Any) -> None:
 def test_static_cache(name: str, build: Any) -> None:
     """Its mask, of all slots, is looked at; one that hides more than later tokens is in the graph."""
     family = FAMILIES[name]
-    model, one = copy.deepcopy(build(family)), family.make_inputs(images=(1,))  # transformers notes the longest cache
+    model = copy.deepcopy(build(family))  # transformers notes the longest cache
+    inputs = family.make_inputs(images=(1,))
     ragged = family.make_inputs(images=(1, 2), padding="left")
 
     def ask(inputs: Any) -> Any:
@@ -344,13 +308,11 @@ def test_static_cache(name: str, build: Any) -> None:
 
     for method in ("divprune", "fastv"):
         with tokenprune.patched(model, method, keep=0.4):
-            want, ragged_want = ask(one), ask(ragged)
+            want, ragged_want = ask(inputs), ask(ragged)
         with tokenprune.patched(model, method, keep=0.4, graphs=True):
             for _ in range(2):
-                got = ask(one)
-            assert torch.equal(got.sequences, want.sequences)
-            for found, wanted in zip(got.logits, want.logits, strict=True):
-                close(found, wanted)
+                got = ask(inputs)
+            same_logits(got, want)
             close(ask(ragged).logits[0], ragged_want.logits[0])
             assert counts(model).hits == 2
 
@@ -361,16 +323,16 @@ def test_something_else_between_layers(build: Any) -> None:
     model, inputs = build(family), family.make_inputs(images=(1,))
     with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
         generate(model, inputs)
-        part = next(part for part in tokenprune.api.get_attachment(model).engine.parts if hasattr(part, "buckets"))
+        part = get_part(model)
         layer = part.decoder.layers[1]
-        found = layer.forward
-        layer.forward = lambda hidden, **kwargs: found(hidden + 1, **kwargs)
+        forward = layer.forward
+        layer.forward = lambda hidden, **kwargs: forward(hidden + 1, **kwargs)
         try:
             part.known._snapshot = part.known._take_snapshot()  # hide the change
             with pytest.raises(tokenprune.TokenPruneError, match="layer 1 differs from the output of layer 0"):
                 generate(model, inputs)
         finally:
-            layer.forward = found
+            layer.forward = forward
 
 
 def test_refusals(build: Any) -> None:

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 import tokenprune
 from cached_runs import lossless
-from graphed_answers import STEPS, counts, generate, get_part, same
+from graphed_answers import STEPS, counts, generate, get_part, same, same_logits
 from oracle import close
 from tokenprune import OptionError
 from tokenprune.integrations.hf.cache.reduced_cache import Reduced
@@ -78,10 +78,7 @@ def test_generate(option: str, method: str, build: Any) -> None:
         want = run()
     with tokenprune.patched(model, method, keep=0.4, graphs=True):
         for _ in range(2):
-            got = run()
-            assert torch.equal(got.sequences, want.sequences)
-            for logits, expected in zip(got.logits, want.logits, strict=True):
-                close(logits, expected)
+            same_logits(run(), want)
         assert counts(model).step_hits > 0 or option == "prompt lookup"
 
 
@@ -119,8 +116,8 @@ def test_refused_caches(build: Any) -> None:
         with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
             for _ in range(2):
                 assert torch.equal(generate(model, inputs, **build_options()).sequences, want.sequences)
-            found = counts(model)
-        assert not found.step_hits and (not reason or reason in found.step_misses), found
+            graphs = counts(model)
+        assert not graphs.step_hits and (not reason or reason in graphs.step_misses), graphs
 
 
 def test_sliding_windows(build: Any) -> None:

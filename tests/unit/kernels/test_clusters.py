@@ -16,6 +16,7 @@ from tokenprune.kernels import clusters as kernels
 from tokenprune.kernels.clusters import (
     assign_to_centres,
     cluster_density_peaks,
+    connected_components,
     facility_location,
     find_roots,
     select_farthest_weighted,
@@ -58,6 +59,17 @@ def test_equally_near_centres_go_to_the_first() -> None:
     x = torch.tensor([[[0.0], [2.0], [1.0], [math.nan]]])
     centres, mask = torch.tensor([[True, True, False, False]]), torch.ones(1, 4, dtype=torch.bool)
     assert assign_to_centres(x, mask, centres, 2).tolist() == [[0, 1, 0, 0]]
+
+
+def test_a_centre_has_its_own_index() -> None:
+    mask, centres = torch.ones(1, 3, dtype=torch.bool), torch.tensor([[True, False, True]])
+    assert assign_to_centres(torch.ones(1, 3, 2), mask, centres, 2).tolist() == [[0, 0, 2]]
+
+
+def test_components_need_a_larger_cosine_than_the_threshold() -> None:
+    vectors = torch.tensor([[1.0, 0.0], [0.5, 0.75**0.5]])
+    assert connected_components(vectors, 0.5).tolist() == [0, 1]
+    assert connected_components(vectors, 0.49).tolist() == [0, 0]
 
 
 def test_distances_survive_cancellation() -> None:

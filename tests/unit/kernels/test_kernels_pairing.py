@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tokenprune.kernels.join import destinations, join
 from tokenprune.kernels.match import cosines
+from tokenprune.kernels.merging import Merge
 from tokenprune.kernels.pairing import as_sources, pairing
 from tokenprune.kernels.take import rank_in_group
 
@@ -155,6 +156,11 @@ def test_cosines(kernel_device: torch.device, dtype: torch.dtype, a: int, b: int
     torch.testing.assert_close(cosines.reference(x, y), want, equal_nan=True, atol=1e-6, rtol=0)
     got = cosines.triton(x.to(kernel_device), y.to(kernel_device), blocks=(16, 16, 16))
     torch.testing.assert_close(got.cpu(), want, equal_nan=True, atol=1e-6, rtol=0)
+
+
+def test_dropped_tokens_have_no_output_in_rows_of_different_lengths() -> None:
+    is_kept = torch.tensor([[True, False, True], [False, True, False]])
+    assert Merge.from_kept(is_kept, [2, 1]).assign.tolist() == [[0, -1, 1], [-1, 0, -1]]
 
 
 def test_join_by_search_equals_join_by_sort(kernel_device: torch.device) -> None:

@@ -14,7 +14,7 @@ import tokenprune
 from basics import pieces
 from pyramid import Pyramid
 from tokenprune import Budget, BudgetError, Method, OptionError
-from tokenprune.budgets.schedule import plan_cuts
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
 from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES, Family
 
@@ -210,3 +210,9 @@ def test_behind_another_method_the_budget_counts_what_that_left(build: Any) -> N
         model(**inputs)
         tokens = tokenprune.stats(model).visual_tokens_per_layer
     assert tokens[0] == 18 and abs(sum(tokens) / 4 - 9) <= 1
+
+
+def test_layers_of_cuts_shrink_for_small_budgets() -> None:
+    """The layers before the first cut then spend half of the budget."""
+    assert choose_layers((0.25, 0.5), 32, Budget(keep=0.34)) == [8, 16]
+    assert choose_layers((0.25, 0.5), 32, Budget(keep=0.25)) == [4, 8]

@@ -118,7 +118,39 @@ def test_composed_with_a_method_in_the_decoder(demo: Any) -> None:
     assert (stats.visual_tokens_in, stats.visual_tokens_out) == (64, 32)
 
 
+class FixedShares(tokenprune.selection.ResizeMethod):
+    """The first image of a call keeps a quarter of its tokens, the others keep all."""
+
+    name = "fixed_shares"
+    depends_on_content = True
+
+    def compute_shares(self, images: Any, keep: float, per: str) -> list[float]:
+        return [0.25] + [1.0] * (len(images) - 1)
+
+
+class SmallShares(FixedShares):
+    def compute_shares(self, images: Any, keep: float, per: str) -> list[float]:
+        return [0.1, 0.4]
+
+
+def test_images_of_one_size_get_the_mean_share(demo: Any) -> None:
+    processor, images = llava(), (photo(200, 200), photo(200, 200))
+    with tokenprune.patched(demo, SmallShares(), keep=0.25, processor=processor):
+        assert asked(processor, *images)["pixel_values"].shape[-1] == 14 * 8  # a quarter of 16 x 16 patches
+    with tokenprune.patched(demo, FixedShares(), keep=0.25, processor=processor):
+        assert asked(processor, *images)["pixel_values"].shape[-1] == 14 * 16
+
+
 # -- processors that follow the image's size
+
+
+def test_a_small_image_beside_a_shrunk_image_is_enlarged_as_before() -> None:
+    processor = Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 101 * 64, "longest_edge": 10**6})
+    small = photo(20, 30)
+    unpatched = processor(small)["image_grid_thw"][0]
+    patch_processor(processor, FixedShares(), keep=0.25)
+    assert torch.equal(processor([photo(200, 200), small])["image_grid_thw"][1], unpatched)
+
 
 SIZES = [(60, 90), (150, 40), (200, 200), (31, 170), (400, 330)]
 

@@ -292,6 +292,12 @@ def test_every_method_has_a_model_to_be_compared_in(script: Any) -> None:
             assert module.kept(here, there, clocks, name)["verdict"] == "equal"
 
 
+def test_scripts_know_the_root_of_the_repository(script: Any) -> None:
+    """The folders of wheels and pieces, the environment and the metadata of the plugin are read from there."""
+    for name in ("run", "rehearse", "wheels", "kit"):
+        assert script(name).ROOT == ROOT, name
+
+
 def test_wheels_are_pure_python_and_small(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheels = script("wheels")
     with (ROOT / "pyproject.toml").open("rb") as file:

@@ -111,7 +111,7 @@ class GraphedDecoder(Part):
 
     def _layer(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         walk: Walk | None = None if torch.compiler.is_compiling() else get_thread_states().get(self)
-        return forward(*args, **kwargs) if walk is None else walk.layer(index, forward, args, kwargs)
+        return forward(*args, **kwargs) if walk is None else walk.run_layer(index, forward, args, kwargs)
 
     def _start_walk(self, args: tuple, kwargs: dict[str, Any], is_step: bool) -> Walk:
         """Return the walk of a call through the layers, or raise NotGraphedError."""

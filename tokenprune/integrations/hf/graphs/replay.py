@@ -186,11 +186,15 @@ def _pad_all(value: Any, dim: int, length: int) -> Any:
     return _pad(value, dim, length)
 
 
+def get_hidden_value(mask: Tensor) -> bool | float:
+    """Return the value of hidden keys in a mask, bool or additive."""
+    return False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+
+
 def _pad_mask(mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Return a mask padded to `length`, and the mask of padding only. Padding attends to itself to avoid NaN."""
-    empty = torch.eye(length, dtype=torch.bool, device=mask.device)
-    if mask.dtype != torch.bool:
-        empty = mask.new_zeros(length, length).masked_fill_(~empty, torch.finfo(mask.dtype).min)
+    hidden, visible = get_hidden_value(mask), mask.dtype == torch.bool
+    empty = mask.new_full((length, length), hidden).fill_diagonal_(visible)
     padded = empty.expand(*mask.shape[:2], -1, -1).clone()
     padded[..., : mask.shape[-2], : mask.shape[-1]] = mask
     return padded, empty

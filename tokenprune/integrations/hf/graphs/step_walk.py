@@ -43,9 +43,9 @@ class StepWalk(Walk):
         return output, end
 
     def _pass_on(self, index: int, kwargs: dict[str, Any]) -> Any:
-        # Not earlier: the mask of a layer depends on the slots that it holds before the step.
+        # The view grows only here, because the mask of a layer is built from its slots before the step.
         layer = compat.get_cache(kwargs).layers[index]
-        self._bucket.show(index, layer, self._slots)
+        self._bucket.set_view(index, layer, self._slots)
         if layer.is_sliding:
             layer.cumulative_length += 1
         return super()._pass_on(index, kwargs)

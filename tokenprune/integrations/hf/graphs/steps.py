@@ -3,8 +3,8 @@
 
 A graph reads and writes fixed addresses, so the cache layers of the group must be views of its buffers. A layer that is
 not such a view is copied into the buffers first. The caller keeps an ordinary cache: its tensors are views, and a step
-writes only slots that no view has shown yet. Cropping, reordering or replacing the tensors of a layer therefore changes
-nothing in the buffers, and the next step copies the layer again.
+writes only a slot that is not part of any view. Cropping, reordering or replacing the tensors of a layer therefore does
+not change the buffers, and the next step copies the layer again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tokenprune.integrations.hf.graphs.capture import Captured, GraphPool, NotGraphedError, capture
-from tokenprune.integrations.hf.graphs.replay import LayerCall, Layers, StaticInputs
+from tokenprune.integrations.hf.graphs.replay import LayerCall, Layers, StaticInputs, get_hidden_value
 
 Buffers = dict[int, tuple[Tensor, Tensor]]
 
@@ -114,12 +114,12 @@ class StepBucket:
             for buffer, tensor in zip(self.buffers[index], (layer.keys, layer.values), strict=True):
                 buffer[:, :, :slots].copy_(tensor)
                 buffer[:, :, slots:].zero_()  # a mask does not remove NaN of an earlier cache
-            self.show(index, layer, slots)
+            self.set_view(index, layer, slots)
 
     def run(self, call: LayerCall, slots: int) -> Tensor:
         """Run the layers on one new token per row, and write its keys and values to slot `slots`.
 
-        The caller calls `show` for each layer afterwards.
+        The caller calls `set_view` for each layer afterwards.
 
         Returns:
             Hidden states, shape (batch, 1, width). The next run does not change them.
@@ -128,7 +128,7 @@ class StepBucket:
         self.captured.replay()
         return self.captured.outputs[0].clone()
 
-    def show(self, index: int, layer: Any, slots: int) -> None:
+    def set_view(self, index: int, layer: Any, slots: int) -> None:
         """Make the cache layer of decoder layer `index` a view of the first `slots` slots."""
         keys, values = self.buffers[index]
         layer.keys, layer.values = keys[:, :, :slots], values[:, :, :slots]
@@ -139,11 +139,6 @@ class StepBucket:
         self.inputs.copy_(call)
         self.slot.fill_(slots)
         self.mask.fill_(get_hidden_value(self.mask))[..., : slots + 1] = call.mask
-
-
-def get_hidden_value(mask: Tensor) -> bool | float:
-    """Return the value of hidden keys in a mask, bool or additive."""
-    return False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
 
 
 def count_buffer_bytes(cached: Sequence[Any], capacity: int) -> int:

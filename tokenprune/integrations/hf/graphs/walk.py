@@ -79,7 +79,7 @@ class Walk:
         self._replayed = False
         self._checked_mask: tuple[Any, bool] = None, False
 
-    def layer(self, index: int, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run_layer(self, index: int, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the output of layer `index`, whose original forward is `forward`."""
         if self.is_recording:
             return self._record(index, forward, args, kwargs)

@@ -200,11 +200,6 @@ class ReducingModel(_Model):
         """Return the rows, with columns of their positions in the unpruned prompt if the runner sets positions."""
         raise NotImplementedError
 
-    def get_encoder_cudagraph_config(self) -> Any:
-        config = super().get_encoder_cudagraph_config()
-        # A captured encoder would bypass `embed_multimodal`.
-        return dataclasses.replace(config, modalities=[]) if self.tokenprune_active else config
-
 
 class ReducingLineModel(ReducingModel):
     """For models with one axis of positions.
