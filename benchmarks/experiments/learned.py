@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit selectors with `tokenprune fit learned` and compare them with training-free methods at equal cost.
+"""Fit selectors of visual tokens and compare them with training-free methods at equal cost.
 
     python benchmarks/experiments/learned.py fit --model demo_qwen --out runs/learned
     python benchmarks/experiments/learned.py ask --model demo_qwen --out runs/learned
@@ -38,8 +38,6 @@ from rich.console import Console
 
 import tokenprune
 from tokenprune.selection.method import Site
-from tokenprune_bench.calibration.selector_fitting import fit_learned
-from tokenprune_bench.calibration.selector_targets import Observations
 from tokenprune_bench.metrics import get_metric
 from tokenprune_bench.paired import Answers, compare_paired
 from tokenprune_bench.profiling.model import Model, load_model
@@ -47,7 +45,8 @@ from tokenprune_demo.drawn_sets import draw_set
 from tokenprune_demo.heldout import load_heldout
 
 TRAINING = Path(__file__).parent / "training"
-sys.path[:0] = [str(TRAINING / "qwen"), str(TRAINING / "smol")]
+sys.path[:0] = [str(TRAINING / "qwen"), str(TRAINING / "smol"), str(TRAINING.parent / "selector")]
+
 SEED = 20261128  # of the training pairs
 RAW = RESULTS / "learned.jsonl"
 PAGE = Path(__file__).parents[2] / "docs/results/methods.md"
@@ -212,6 +211,9 @@ def selector_path(folder: Path, name: str, target: str, question: bool) -> Path:
 
 def fit(args: argparse.Namespace, subject: Model, console: Console) -> None:
     """Fit all requested selectors to the same observations, which are stored beside them."""
+    from selector_fitting import fit_learned
+    from selector_targets import Observations
+
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
     pairs = Pairs(subject, args.model, args.pairs or PAIRS[args.model])
@@ -246,6 +248,9 @@ def fit(args: argparse.Namespace, subject: Model, console: Console) -> None:
 
 
 def ask(args: argparse.Namespace, subject: Model, console: Console) -> None:
+    """Ask the held-out questions under each setting, and append the answers to the raw file."""
+    import selector_method  # noqa: F401 (registers "learned")
+
     known = [json.loads(line) for line in RAW.read_text().splitlines()] if RAW.exists() else []
     done = {(row["model"], row["setting"], row["keep"]) for row in known if row["record"] == "result"}
     images, end, asker = load_images(args.model, subject), time.monotonic() + 60 * args.minutes, Asker(subject)
@@ -285,6 +290,8 @@ def ask(args: argparse.Namespace, subject: Model, console: Console) -> None:
 
 def measure_time(args: argparse.Namespace, subject: Model, console: Console) -> None:
     """Measure the time of the choice of one image, in turn with divprune, and append the median ratios."""
+    import selector_method  # noqa: F401 (registers "learned")
+
     example = load_heldout(folder=subject.heldout)[0]
     image = example.image.resize((448, 448)) if args.model == "demo_qwen" else example.image
     inputs = subject.inputs([image], [example.question])

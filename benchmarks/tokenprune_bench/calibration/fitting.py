@@ -19,9 +19,7 @@ from tokenprune.methods.registry import available_methods, method_class
 from tokenprune.selection.options import describe_type, get_file_options, matches_type
 from tokenprune.settings.one_line import parse_value
 from tokenprune_bench.calibration.images import ImageFiles, read_image
-from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.model import Model
-from tokenprune_bench.rows import read_rows
 
 # Differs from the seed of the held-out scenes.
 _SEED = 7
@@ -44,13 +42,10 @@ class FitSamples:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        image, question = self._asked[index]
-        opened = image if isinstance(image, Image.Image) else read_image(image)
-        return self._subject.inputs([opened], [question])
-
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(self.__getitem__, range(len(self)))
+        for image, question in self._asked:
+            opened = image if isinstance(image, Image.Image) else read_image(image)
+            yield self._subject.inputs([opened], [question])
 
 
 class Fitter:
@@ -75,30 +70,23 @@ class Fitter:
         """Default output file, named after the method's file option."""
         return Path(f"{next(iter(sorted(get_file_options(self.cls))), self.name)}.safetensors")
 
-    def load_samples(
-        self, images: Path | None, question: str | None, limit: int | None, data: Path | None = None
-    ) -> list[tuple[Any, str]]:
-        """Return pairs of image and question, from a folder or a file, or drawn.
+    def load_samples(self, images: Path | None, question: str | None, limit: int | None) -> list[tuple[Any, str]]:
+        """Return pairs of image and question, from a folder or drawn.
 
         Args:
             images: Folder of images. None draws scenes.
             question: Question about each image. None selects the method's own.
             limit: Maximum number of images. None selects the method's own.
-            data: File with rows of an image and a question (tokenprune_bench.rows), instead of a folder.
 
         Raises:
             TokenPruneError: If no images are available.
         """
         limit, question = limit or self.cls.fit_limit, question or self.cls.fit_question
-        if data is not None:
-            return list(islice(_read_pairs(data, question), limit))
         if images is not None:
             return [(image, question or _QUESTION) for image in islice(ImageFiles(images), limit)]
         if limit is None:
-            raise OptionError(
-                f"{self.name} is fitted on images like yours. Pass a folder with --images, a file with --data, or the "
-                "number of scenes to draw with --limit."
-            )
+            raise OptionError(f"{self.name} is fitted on images like yours. Pass a folder with --images, or the number "
+                              "of scenes to draw with --limit.")  # fmt: skip
         return [(scene, question or scene_question) for scene, scene_question in _scenes(limit)]
 
     def run(self, subject: Model, samples: FitSamples, out: Path, step: Callable[[str, int, int], None]) -> Any:
@@ -164,23 +152,6 @@ def format_fit_options(name: str) -> str:
 
 def _tell(step: Callable[[str, int, int], None], label: str, total: int, done: int) -> None:
     step(label, done, total)
-
-
-def _read_pairs(data: Path, question: str | None) -> Iterator[tuple[Path, str]]:
-    """Yield the image and the question of each row of a file. Answers are ignored.
-
-    Raises:
-        DataError: If the image of a row is missing.
-    """
-    folder, rows = read_rows(data, None)
-    for where, row in rows:
-        image = row.get("image") if isinstance(row, dict) else None
-        if not isinstance(image, str) or not (folder / image).is_file():
-            raise DataError(f'{where} of {data} lacks a readable image. Write {{"image": FILE, "question": TEXT}}.')
-        asked = question or row.get("question") or _QUESTION
-        if not isinstance(asked, str):
-            raise DataError(f"{where} of {data} has a question that is not a text.")
-        yield folder / image, asked
 
 
 def _scenes(limit: int) -> Iterator[tuple[Image.Image, str]]:

@@ -87,29 +87,10 @@ def test_images_and_questions_of_the_user(tmp_path: Path) -> None:
     assert len(asked[0]) == 3 and asked[0][0] == asked[0][2] and asked[0] != asked[1]
 
 
-def test_rows_of_images_and_questions(tmp_path: Path) -> None:
-    Image.new("RGB", (60, 60)).save(tmp_path / "a.png")
-    rows = ['{"image": "a.png", "question": "how many circles?"}', '{"image": "a.png", "answer": "ignored"}']
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    call("fit", "theirs", "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "t")
-    first, second = (ids for ids, _ in seen["arguments"])
-    assert first != second
-    (tmp_path / "rows.jsonl").write_text(rows[0] + '\n{"image": "b.png"}')
-    assert "line 2 of" in refused("fit", "theirs", "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "t")
-
-
-def test_learned_is_fitted_and_used(tmp_path: Path) -> None:
-    out = tmp_path / "s.safetensors"
-    arguments = ("--limit", 2, "--epochs", 1, "--target", "attention", "--keep", "0.25,0.11", "--use-question")
-    assert "written" in call("fit", "learned", *arguments, "--out", out).stdout
-    assert tokenprune.method("learned", selector=out).query_aware
-    assert "for target, not 'labels'" in refused("fit", "learned", "--target", "labels", "--limit", 2, "--out", out)
-
-
 @each(
     ("arguments", "says"),
     [
-        (("nobody",), "'nobody' cannot be fitted. Use one of d2pruner, dymu, dyrate, fitprune, hawk, learned, theirs"),
+        (("nobody",), "'nobody' cannot be fitted. Use one of d2pruner, dymu, dyrate, fitprune, hawk, theirs"),
         (("dart",), r"'dart' cannot be fitted. Use one of d2pruner"),
         (("theirs", "--powr", "2"), r"no option 'powr'. Options: --power 1.0, --layers \(\), --loud False"),
         (("fitprune", "--layer", "2"), r"no option 'layer'. Options: \(none\)"),
@@ -120,8 +101,6 @@ def test_learned_is_fitted_and_used(tmp_path: Path) -> None:
         (("theirs", "stray"), "'stray' belongs to no option"),
         (("theirs", "--out", "absent/t"), "the folder absent does not exist"),
         (("theirs", "--images", "absent"), "is not a folder"),
-        (("theirs", "--data", "absent"), "does not exist"),
-        (("theirs", "--data", "absent", "--images", "absent"), "either --images or --data"),
         (("dymu",), "--images"),
         (("--images", "absent"), "name the method to fit"),
     ],
@@ -134,7 +113,7 @@ def test_refused(arguments: tuple[str, ...], says: str) -> None:
 
 def test_the_list() -> None:
     lines = dict(line.split(": ", 1) for line in call("fit").stdout.splitlines())
-    assert list(lines) == list_fittable() == ["d2pruner", "dymu", "dyrate", "fitprune", "hawk", "learned", "theirs"]
+    assert list(lines) == list_fittable() == ["d2pruner", "dymu", "dyrate", "fitprune", "hawk", "theirs"]
     assert lines["d2pruner"] == "--layer 2" and "--batch-size 32" in lines["dymu"] and lines["fitprune"] == "(none)"
 
 

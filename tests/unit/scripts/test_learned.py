@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import selector_fitting
+import selector_method  # noqa: F401 (registers "learned")
 import torch
 from safetensors.torch import load_file, save_file
+from selector_fitting import fit_learned
+from selector_head import NUM_STATISTICS, Selector, describe_tokens
+from selector_targets import Observations, compute_loss, draw_gate
 from torch import Tensor
 
 import tokenprune
 from each import each
 from greedy import SIZES, check_against, image_tokens, picked
-from tests.unit.methods.naive.learned import naive, naive_scores
+from naive_selector import naive, naive_scores
 from tokenprune import AlreadyPatchedError, BudgetError, OptionError, TokenPruneError
 from tokenprune.methods import registry
-from tokenprune.methods.selector import NUM_STATISTICS, Selector, describe_tokens
 from tokenprune.testing import visual_tokens
-from tokenprune_bench.calibration import fit_learned, selector_fitting
 from tokenprune_bench.calibration.rate_fitting import ForcedTokens, build_greedy_options
-from tokenprune_bench.calibration.selector_targets import Observations, compute_loss, draw_gate
 from zoo import FAMILIES
 
 
@@ -92,7 +94,7 @@ def test_invalid_files_raise(build: Any, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot read"):
         tokenprune.patch(model, "learned", selector=path)
     Selector(draw_weights(8, False), "another").save(path)
-    with pytest.raises(OptionError, match=r"fitted to another model or dtype. Run `tokenprune fit learned`"):
+    with pytest.raises(OptionError, match=r"fitted to another model or dtype. Run `python benchmarks"):
         tokenprune.patch(model, "learned", selector=path)
     assert not tokenprune.is_patched(model)
     tensors = load_file(path)
@@ -106,7 +108,7 @@ def test_invalid_files_raise(build: Any, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=r"is damaged. Write it again"):
             tokenprune.method("learned", selector=path)
     save_file(tensors, path, {"kind": "other"})
-    with pytest.raises(OptionError, match="was not written by `tokenprune fit learned`"):
+    with pytest.raises(OptionError, match="was not written by"):
         tokenprune.method("learned", selector=path)
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(OptionError, match="cannot read"):

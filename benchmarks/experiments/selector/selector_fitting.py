@@ -12,21 +12,21 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from selector_head import Selector, compute_logits
+from selector_targets import (
+    Observations,
+    Sample,
+    compute_loss,
+    draw_gate,
+)
 from torch import Tensor
 
 from tokenprune.api import is_patched
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.methods.encoder.thresholds import write_atomically
-from tokenprune.methods.selector import Selector, compute_logits
 from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune.selection.files import check_output
-from tokenprune_bench.calibration.selector_targets import (
-    Observations,
-    Sample,
-    compute_loss,
-    draw_gate,
-)
 
 MAX_SHARE = 0.01  # of the model's parameters
 _WIDTH, _RATE, _DECAY = 128, 2e-3, 0.01
@@ -77,11 +77,6 @@ def fit_learned(
         AlreadyPatchedError: If the model is patched.
         OptionError: If an option is not valid, or the file belongs to another fit.
         TokenPruneError: If no sample has an image.
-
-    Examples:
-        >>> selector = fit_learned(model, [inputs], epochs=1)
-        >>> selector.uses_question
-        False
     """
     if is_patched(model):
         raise AlreadyPatchedError("The model is patched. Call tokenprune.unpatch(model) before fitting.")
@@ -246,7 +241,7 @@ class _Fit:
         write_atomically(path, save(tensors, {_ENTRY: json.dumps(about)}))
 
     def _load(self, path: Path) -> None:
-        remedy = "Delete it, or pass --restart."
+        remedy = "Delete it, or pass restart=True."
         try:
             with safe_open(str(path), "pt") as file:
                 about = json.loads(file.metadata()[_ENTRY])

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from selector_head import describe_question, describe_tokens
 from torch import Tensor, nn
 
 from tokenprune.api import patched
 from tokenprune.errors import OptionError
 from tokenprune.integrations.hf.families import get_adapter
-from tokenprune.methods.selector import describe_question, describe_tokens
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
-from tokenprune_bench.calibration.attention_fitting import Looker, Lookers
+from tokenprune_bench.calibration.attention_fitting import _Looker, _Lookers
 from tokenprune_bench.calibration.rate_fitting import build_greedy_options
 
 _TOP = 32  # tokens of each next-token distribution that the loss compares
@@ -181,8 +181,8 @@ def measure_attention(model: Any, arguments: dict[str, Any], sample: Sample) -> 
         total.add_(tokens.attention_from(rows / rows.sum(1, keepdim=True).clamp(min=1)).mean(1))
 
     observed = range(max(1, layers // 4), max(2, 3 * layers // 4))
-    parts = tuple(Looker(layer, note, frozenset({"text_attention"})) for layer in observed)
-    with patched(model, Lookers(parts), keep=0.5, guard="off"):
+    parts = tuple(_Looker(layer, note, frozenset({"text_attention"})) for layer in observed)
+    with patched(model, _Lookers(parts), keep=0.5, guard="off"):
         model(**prompt | {"input_ids": ids}, use_cache=False)
     return _normalize(total, sample.mask)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scoring head of `learned`, its inputs, and its file."""
+"""A scoring head of visual tokens, its inputs, and its file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenprune.selection.files import File, describe_error
 from tokenprune.selection.tokens import VisualTokens
 
 NUM_STATISTICS = 4  # row, column, logarithm of the norm, cosine to the mean of the image
-_KIND, _COMMAND = "tokenprune selector", "fit learned"
+_KIND, _COMMAND = "tokenprune selector", "python benchmarks/experiments/learned.py fit"
 _EPSILON = 1e-6
 _LAYER = ("mean", "std", "hidden_weight", "hidden_bias", "out_weight")
 _QUESTION = ("question_mean", "question_std", "question_weight")
@@ -118,23 +118,19 @@ class Selector:
         try:
             tensors, metadata = File.from_path(path).tensors()
             if metadata.get("kind") != _KIND:
-                raise OptionError(f"{path} was not written by `tokenprune {_COMMAND}`")
+                raise OptionError(f"{path} was not written by `{_COMMAND}`")
             if not _is_valid(tensors):
-                raise OptionError(f"{path} is damaged. Write it again with `tokenprune {_COMMAND}`.")
+                raise OptionError(f"{path} is damaged. Write it again with `{_COMMAND}`.")
             return cls({name: tensor.float() for name, tensor in tensors.items()}, metadata["model"])
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):
                 raise
-            raise OptionError(
-                f"cannot read {path}, a file of `tokenprune {_COMMAND}`: {describe_error(error)}"
-            ) from error
+            raise OptionError(f"cannot read {path}, a file of `{_COMMAND}`: {describe_error(error)}") from error
 
     def check_decoder(self, name: str, path: str | Path, decoder: torch.nn.Module) -> None:
         """Raise OptionError if the selector was fitted to another decoder."""
         if self.model != compute_fingerprint(decoder):
-            raise OptionError(
-                f"{name}: {path} was fitted to another model or dtype. Run `tokenprune {_COMMAND}` with this model."
-            )
+            raise OptionError(f"{name}: {path} was fitted to another model or dtype. Run `{_COMMAND}` with this model.")
 
 
 def _is_valid(tensors: dict[str, Tensor]) -> bool:
