@@ -342,28 +342,34 @@ def format_model(name: str, rows: list[dict[str, Any]]) -> str:
     """Return the paragraph and the table of a model: gains over divprune by keep and set of questions."""
     results = {(row["setting"], row["keep"]): row["right"] for row in rows
                if row["record"] == "result" and row["model"] == name}  # fmt: skip
-    keeps = sorted({keep for _, keep in results} - {1.0}, reverse=True)
+    keeps = sorted({keep for label, keep in results if label == "divprune"}, reverse=True)
     labels = list(dict.fromkeys(label for label, _ in results if label not in ("unpatched", "divprune")))
     parts = [part for part, right in results["divprune", keeps[0]].items() if right]
-    unpatched = ", ".join(
-        f"{len(right)} {part} ({_share(right)})" for part, right in results["unpatched", 1.0].items() if right
-    )
+    unpatched = results["unpatched", 1.0]
+    counts = ", ".join(f"{len(unpatched[part])} {part} (unpatched {_share(unpatched[part])} %)" for part in parts)
     lines = [
-        f"{name}, held-out questions by set, with the accuracy of the unpatched model in %: {unpatched}.",
+        f"{name}, held-out questions: {counts}. First row: correct answers in %; others: gains in points, bold if the "
+        "95 % interval excludes 0. By `python benchmarks/experiments/learned.py`; "
+        "[raw data](../../benchmarks/results/learned.jsonl).",
         "",
-        "| method | " + " | ".join(f"{100 * keep:g} %: {'; '.join(parts)}" for keep in keeps) + " |",
+        "| method | " + " | ".join(f"{100 * keep:g} %: {', '.join(parts)}" for keep in keeps) + " |",
         "|---|" + "---|" * len(keeps),
-        "| `divprune`, % | "
-        + " | ".join("; ".join(_share(results["divprune", keep][part]) for part in parts) for keep in keeps)
+        "| `divprune` | "
+        + " | ".join(", ".join(_share(results["divprune", keep][part]) for part in parts) for keep in keeps)
         + " |",
     ]
     for label in labels:
         cells = []
         for keep in keeps:
             right = results.get((label, keep))
-            cells.append("" if right is None else "; ".join(
-                _gain(right[part], results["divprune", keep][part]) for part in parts))  # fmt: skip
-        lines.append(f"| {label if label.startswith('learned') else f'`{label}`'} | " + " | ".join(cells) + " |")
+            gains = [] if right is None else [_gain(right[part], results["divprune", keep][part]) for part in parts]
+            cells.append(", ".join(gains))
+        shown = label.replace(", diversity 1", "") if label.startswith("learned") else f"`{label}`"
+        lines.append(f"| {shown} | " + " | ".join(cells) + " |")
+    for row in rows:
+        if row["record"] == "time" and row["model"] == name:
+            ratios = ", ".join(f"{label} {ratio}" for label, ratio in row["ratios"].items() if label != "divprune")
+            lines += ["", f"CPU time of the choice among {row['tokens']} tokens, relative to `divprune`: {ratios}."]
     return "\n".join(lines)
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,6 @@ from typing import Any
 
 import pytest
 import selector_fitting
-import selector_method  # noqa: F401 (registers "learned")
 import torch
 from safetensors.torch import load_file, save_file
 from selector_fitting import fit_learned
@@ -23,10 +24,16 @@ from each import each
 from greedy import SIZES, check_against, image_tokens, picked
 from naive_selector import naive, naive_scores
 from tokenprune import AlreadyPatchedError, BudgetError, OptionError, TokenPruneError
-from tokenprune.methods import registry
 from tokenprune.testing import visual_tokens
 from tokenprune_bench.calibration.rate_fitting import ForcedTokens, build_greedy_options
 from zoo import FAMILIES
+
+
+@pytest.fixture(autouse=True)
+def registered(restored_registries: None) -> None:
+    """Register the method of the experiment for one test."""
+    sys.modules.pop("selector_method", None)
+    importlib.import_module("selector_method")
 
 
 def draw_weights(features: int, question: bool, width: int = 5) -> dict[str, Tensor]:
@@ -142,12 +149,9 @@ def test_a_closed_gate_equals_dropping_the_token(family: str, build: Any) -> Non
         def resolve_count(self, count: int, keep_count: int) -> int:
             return int(keep.sum())
 
-    try:
-        with tokenprune.patched(model, Fixed(), keep=int(keep.sum()), guard="off"):
-            forced = [ForcedTokens(sample.top[None, :, 0])]
-            logits = model.generate(**arguments, **build_greedy_options(4), logits_processor=forced).logits
-    finally:
-        registry._METHODS.pop("fixed_mask")
+    with tokenprune.patched(model, Fixed(), keep=int(keep.sum()), guard="off"):
+        forced = [ForcedTokens(sample.top[None, :, 0])]
+        logits = model.generate(**arguments, **build_greedy_options(4), logits_processor=forced).logits
     likely = torch.cat(logits).log_softmax(1).gather(1, sample.top)
     with torch.no_grad():
         loss = compute_loss(model, sample, torch.where(keep, 0.0, -torch.inf)[None])
