@@ -209,6 +209,12 @@ def selector_path(folder: Path, name: str, target: str, question: bool) -> Path:
     return folder / f"{name}-{target}{'-question' * question}.safetensors"
 
 
+def append(record: dict[str, Any]) -> None:
+    """Append a record to the raw file."""
+    with RAW.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
 def fit(args: argparse.Namespace, subject: Model, console: Console) -> None:
     """Fit all requested selectors to the same observations, which are stored beside them."""
     from selector_fitting import fit_learned
@@ -245,6 +251,8 @@ def fit(args: argparse.Namespace, subject: Model, console: Console) -> None:
         weights = sum(weight.numel() for weight in selector.weights.values())
         seconds, finished = time.process_time() - start, not partial.exists()
         console.print(f"{path.name}: {weights} weights, {seconds:.0f} s of CPU, finished: {finished}")
+        append({"record": "fit", "model": args.model, "target": target, "question": question, "pairs": len(observed),
+                "epochs": epochs, "finished": finished, "weights": weights, "seconds": round(seconds)})  # fmt: skip
 
 
 def ask(args: argparse.Namespace, subject: Model, console: Console) -> None:
@@ -255,13 +263,9 @@ def ask(args: argparse.Namespace, subject: Model, console: Console) -> None:
     done = {(row["model"], row["setting"], row["keep"]) for row in known if row["record"] == "result"}
     images, end, asker = load_images(args.model, subject), time.monotonic() + 60 * args.minutes, Asker(subject)
 
-    def write(record: dict[str, Any]) -> None:
-        with RAW.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    if not any(row["model"] == args.model for row in known):
+    if not any(row["record"] == "header" and row["model"] == args.model for row in known):
         kinds = [[find_set(args.model, e), e.kind] for examples in images for e in examples]
-        write({"record": "header", "model": args.model, "trained": TRAINED[args.model], "kinds": kinds,
+        append({"record": "header", "model": args.model, "trained": TRAINED[args.model], "kinds": kinds,
                "pairs": PAIRS[args.model], "environment": subject.environment()})  # fmt: skip
     for keep in args.keep:
         for label, patch in [("unpatched", {}), *settings(args.model, args.out)]:
@@ -283,7 +287,7 @@ def ask(args: argparse.Namespace, subject: Model, console: Console) -> None:
             with asker.keep_encoded(changes_pixels or bool(method and method.needs)), pruned:
                 right = asker.answer(args.model, images, changes_pixels)
             done.add((args.model, label, share))
-            write({"record": "result", "model": args.model, "setting": label, "keep": share, "right": right})
+            append({"record": "result", "model": args.model, "setting": label, "keep": share, "right": right})
             shown = ", ".join(f"{part} {100 * text.count('1') / len(text):.1f}" for part, text in right.items())
             console.print(f"{label} at {share:g}: {shown}")
 
@@ -323,8 +327,7 @@ def measure_time(args: argparse.Namespace, subject: Model, console: Console) -> 
     ratios = {name: round(value / medians["divprune"], 2) for name, value in medians.items()}
     record = {"record": "time", "model": args.model, "tokens": caught.counts[0], "keep": 0.11, "ratios": ratios,
               "milliseconds": round(1000 * medians["divprune"], 3), "load": round(os.getloadavg()[0], 2)}  # fmt: skip
-    with RAW.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    append(record)
     console.print(record)
 
 

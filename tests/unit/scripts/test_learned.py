@@ -183,7 +183,7 @@ def test_gates_sum_to_the_budget_and_have_its_gradient() -> None:
 def test_fit_is_deterministic_and_resumes(target: Any, build: Any, tmp_path: Path) -> None:
     model, path, done = build(FAMILIES["llava"]), tmp_path / f"{target}.safetensors", []
     fit = partial(fit_learned, model, samples("llava"), target=target, use_question=True, epochs=3, max_new_tokens=3)
-    whole = fit(progress=done.append).weights
+    reference = fit(progress=done.append).weights
     assert done[-1] == 5 and done == sorted(done)
     partial_file = tmp_path / f"{target}.safetensors.partial"
 
@@ -194,9 +194,9 @@ def test_fit_is_deterministic_and_resumes(target: Any, build: Any, tmp_path: Pat
             fit(out=path, progress=lambda count: next(calls))
     assert partial_file.exists() and not path.exists()
     resumed = fit(out=path).weights
-    assert not partial_file.exists() and set(whole) == set(resumed)
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    assert not torch.equal(fit(seed=1).weights["out_weight"], whole["out_weight"])
+    assert not partial_file.exists() and set(reference) == set(resumed)
+    assert all(torch.equal(reference[name], resumed[name]) for name in reference)
+    assert not torch.equal(fit(seed=1).weights["out_weight"], reference["out_weight"])
     assert all(parameter.requires_grad for parameter in model.parameters()) and not tokenprune.is_patched(model)
     with tokenprune.patched(model, "learned", keep=0.4, selector=path), torch.no_grad():
         model(**samples("llava")[0])
