@@ -15,7 +15,7 @@ from safetensors.torch import save
 from selector_head import Selector, compute_logits
 from selector_targets import (
     Observations,
-    Sample,
+    Observation,
     compute_loss,
     draw_gate,
 )
@@ -220,7 +220,7 @@ class _Fit:
         for name in self.trained:
             self.average[name].lerp_(self.weights[name].detach(), 1 - decay)
 
-    def _loss(self, sample: Sample, step: int) -> Tensor:
+    def _loss(self, sample: Observation, step: int) -> Tensor:
         logit = compute_logits(self.weights, sample.inputs.float(), sample.question if self.use_question else None)
         if self.target != "topk":
             likely = logit.masked_fill(~sample.mask, -1e4).log_softmax(1)

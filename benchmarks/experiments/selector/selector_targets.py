@@ -24,7 +24,7 @@ _LOWEST = -20.0  # smallest attention bias
 
 
 @dataclass
-class Sample:
+class Observation:
     """One prompt with its images, and the model's own answer.
 
     Attributes:
@@ -51,7 +51,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class _Recorder(Pruner):
+class _TokenRecorder(Pruner):
     """Record the visual tokens that enter the decoder, and keep them all."""
 
     name: ClassVar[str] = "recorder"
@@ -78,12 +78,12 @@ class Observations:
 
     def __init__(self, model: Any, arguments: Sequence[dict[str, Any]], max_new_tokens: int) -> None:
         self.model, self.arguments, self.max_new_tokens = model, arguments, max_new_tokens
-        self.samples: dict[int, Sample | None] = {}
+        self.samples: dict[int, Observation | None] = {}
 
     def __len__(self) -> int:
         return len(self.arguments)
 
-    def get(self, index: int, target: str) -> Sample | None:
+    def get(self, index: int, target: str) -> Observation | None:
         """Return a sample with `target`, or None if the prompt lacks images."""
         if index in self.samples and (self.samples[index] is None or target in (*self.samples[index].targets, "topk")):
             return self.samples[index]
@@ -99,11 +99,11 @@ class Observations:
 
 
 @torch.no_grad()
-def observe(model: Any, arguments: dict[str, Any], max_new_tokens: int) -> Sample | None:
+def observe(model: Any, arguments: dict[str, Any], max_new_tokens: int) -> Observation | None:
     """Answer a prompt greedily and return the sample, without targets. None if the prompt lacks images."""
     if len(arguments["input_ids"]) != 1:
         raise OptionError("A sample of the fit must be a single prompt. Pass samples with one row each.")
-    recorder, calls = _Recorder(), []
+    recorder, calls = _TokenRecorder(), []
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append(kwargs)
@@ -125,7 +125,7 @@ def observe(model: Any, arguments: dict[str, Any], max_new_tokens: int) -> Sampl
         position_ids = torch.cat([position_ids, position_ids.max() + steps.expand(*position_ids.shape[:-1], -1)], -1)
     likely, top = torch.cat(full.logits).float().softmax(1).topk(min(_TOP, full.logits[0].shape[1]))
     likely = likely / likely.sum(1, keepdim=True)
-    return Sample(*recorder.records[0], embeddings, position_ids, top, likely)
+    return Observation(*recorder.records[0], embeddings, position_ids, top, likely)
 
 
 def _check_call(call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -140,7 +140,7 @@ def _check_call(call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     return call["inputs_embeds"], call.get("position_ids")
 
 
-def compute_loss(model: Any, sample: Sample, bias: Tensor) -> Tensor:
+def compute_loss(model: Any, sample: Observation, bias: Tensor) -> Tensor:
     """Return the cross-entropy of the model's own answer if `bias` is added to the attention to each visual token.
 
     Args:
@@ -166,7 +166,7 @@ def compute_loss(model: Any, sample: Sample, bias: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure_attention(model: Any, arguments: dict[str, Any], sample: Sample) -> Tensor:
+def measure_attention(model: Any, arguments: dict[str, Any], sample: Observation) -> Tensor:
     """Return the attention of the answer to each visual token, mean over heads and the middle half of the layers."""
     layers, start = len(get_adapter(model).decoder.layers), arguments["input_ids"].shape[1] - 1
     ids = torch.cat([arguments["input_ids"], sample.top[None, :-1, 0]], 1)
@@ -194,7 +194,7 @@ def _extend(value: Any, shape: torch.Size, count: int, name: str) -> Any:
     return torch.cat([value, value.new_full((1, count), int(name == "attention_mask"))], 1)
 
 
-def measure_gradient(model: Any, sample: Sample) -> Tensor:
+def measure_gradient(model: Any, sample: Observation) -> Tensor:
     """Return the size of the gradient of the answer's loss with respect to the gate of each visual token."""
     bias = torch.zeros(sample.mask.shape, device=sample.mask.device, requires_grad=True)
     with torch.enable_grad():
