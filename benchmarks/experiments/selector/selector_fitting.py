@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from selector_head import Selector, compute_logits
 from selector_targets import (
-    Observations,
     Observation,
+    Observations,
     compute_loss,
     draw_gate,
 )
