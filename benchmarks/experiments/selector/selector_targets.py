@@ -121,8 +121,10 @@ def observe(model: Any, arguments: dict[str, Any], max_new_tokens: int) -> Obser
     # No logits are compared after the last token of the answer.
     embeddings = torch.cat([prompt, model.get_input_embeddings()(answer[:, :-1]).to(prompt.dtype)], 1)
     if position_ids is not None:
-        steps = torch.arange(1, answer.shape[1], device=position_ids.device)
-        position_ids = torch.cat([position_ids, position_ids.max() + steps.expand(*position_ids.shape[:-1], -1)], -1)
+        last = position_ids.amax(-1, keepdim=True)
+        if last.ndim == 3:  # text continues behind the largest of the three M-RoPE axes, which may follow a text axis
+            last[-3:] = last[-3:].amax(0, keepdim=True)
+        position_ids = torch.cat([position_ids, last + torch.arange(1, answer.shape[1], device=last.device)], -1)
     likely, top = torch.cat(full.logits).float().softmax(1).topk(min(_TOP, full.logits[0].shape[1]))
     likely = likely / likely.sum(1, keepdim=True)
     return Observation(*recorder.records[0], embeddings, position_ids, top, likely)
