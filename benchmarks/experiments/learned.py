@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,7 @@ def measure_time(args: argparse.Namespace, subject: Model, console: Console) -> 
     tokens: list[Any] = []
 
     @tokenprune.register("catcher", site="PRE_LLM")
+    @dataclass(frozen=True)
     class Catcher(tokenprune.Pruner):
         """Catch the visual tokens of a call."""
 
