@@ -353,11 +353,11 @@ def format_model(name: str, rows: list[dict[str, Any]]) -> str:
     unpatched = results["unpatched", 1.0]
     counts = ", ".join(f"{len(unpatched[part])} {part} (unpatched {_share(unpatched[part])} %)" for part in parts)
     lines = [
-        f"{name}, held-out questions: {counts}. First row: correct answers in %; others: gains in points, bold if the "
-        "95 % interval excludes 0. By `python benchmarks/experiments/learned.py`; "
+        f"{name}, in this order: {counts}. First row: correct in %; others: gains in points, bold if the 95 % interval "
+        "excludes 0. By `python benchmarks/experiments/learned.py`; "
         "[raw data](../../benchmarks/results/learned.jsonl).",
         "",
-        "| method | " + " | ".join(f"{100 * keep:g} %: {', '.join(parts)}" for keep in keeps) + " |",
+        "| method | " + " | ".join(f"{100 * keep:g} %" for keep in keeps) + " |",
         "|---|" + "---|" * len(keeps),
         "| `divprune` | "
         + " | ".join(", ".join(_share(results["divprune", keep][part]) for part in parts) for keep in keeps)
