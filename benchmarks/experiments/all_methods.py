@@ -46,9 +46,11 @@ MODELS = ("demo_smol", "demo_qwen")  # on the page
 SHOWN = (0.05, 0.11, 0.25, 0.5)  # targets in the table; 0.33 is too close to 0.25 for a column
 # The published budget (of 576 tokens) closest to each target. No paper reports a budget near 0.5.
 PUBLISHED = {0.33: 192, 0.25: 128, 0.11: 64}
-# Header fields that must be equal for rows to be comparable.
-_SAME = ("kinds", "kind_of_question", "suffix", "max_new_tokens")
-_SAME_MODEL = ("model", "weights", "dtype")
+# Header fields that must be equal for rows to be comparable, with their names in an error.
+_SAME = {
+    "kinds": "questions", "kind_of_question": "questions", "suffix": "suffix", "max_new_tokens": "max_new_tokens",
+    "model": "model", "weights": "weights", "dtype": "dtype",
+}  # fmt: skip
 
 app = typer.Typer(
     cls=ErrorGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -59,14 +61,14 @@ class Rows:
     """Adapt a results file to the run folder that `Bench` expects, and skip the rows that the file has.
 
     The file stores complete rows, not single answers. Each call runs the unpatched model again, because the costs of
-    the methods are relative to it. Raises RunError if the file has other questions or another model.
+    the methods are relative to it. Raises RunError if the file has other questions, another model or another dtype.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         lines = read_lines(path)
         known = [record for record, _ in lines]
-        if known and _of(known[0]) != _of(header):
-            raise RunError(f"{path} has other questions or another model. Pass another --out, or remove the file.")
+        if known and (differences := _list_differences(known[0], header)):
+            raise RunError(f"{path} has {', '.join(differences)}. Pass the same options, or another --out.")
         self.known = {(record.get("method"), record.get("keep")) for record in known}
         self.results = [result for result in known if result.get("method") != UNPATCHED]
         self._lines = JsonLinesWriter(path, lines[-1][1] if lines else 0)
@@ -96,9 +98,15 @@ class Rows:
         pass
 
 
-def _of(header: Mapping[str, Any]) -> list[Any]:
-    environment = header.get("environment", {})
-    return [header.get(name) for name in _SAME] + [environment.get(name) for name in _SAME_MODEL]
+def _list_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the fields that differ between two headers, such as "dtype bfloat16, not float32"."""
+    old, new = ({**header, **header.get("environment", {})} for header in (old, new))
+    phrases = {
+        "other questions" if name == "questions" else f"{name} {old.get(field)}, not {new.get(field)}"
+        for field, name in _SAME.items()
+        if old.get(field) != new.get(field)
+    }
+    return sorted(phrases)
 
 
 def results_file(model: str) -> Path:

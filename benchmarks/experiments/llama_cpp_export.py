@@ -204,16 +204,18 @@ def write_smol_decoder(path: Path, model: Any, processor: Any, quantize: bool) -
     _close(writer)
 
 
-def write_smol_tower(path: Path, model: Any) -> None:
-    """Write the CLIP tower and the projector of demo_smol."""
+def write_smol_tower(path: Path, model: Any, scale: float = 1.0) -> None:
+    """Write the CLIP tower and the projector of demo_smol, for images whose sides are scaled."""
     vision = model.config.vision_config
+    side = round(scale * vision.image_size / vision.patch_size)
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_bool("clip.has_vision_encoder", True)
     writer.add_string("clip.projector_type", "mlp")
     writer.add_bool("clip.use_gelu", False)
     numbers = {
-        "image_size": vision.image_size, "patch_size": vision.patch_size, "embedding_length": vision.hidden_size,
-        "feed_forward_length": vision.intermediate_size, "block_count": vision.num_hidden_layers,
+        "image_size": side * vision.patch_size, "patch_size": vision.patch_size,
+        "embedding_length": vision.hidden_size, "feed_forward_length": vision.intermediate_size,
+        "block_count": vision.num_hidden_layers,
         "attention.head_count": vision.num_attention_heads, "projection_dim": model.config.text_config.hidden_size,
     }  # fmt: skip
     for name, number in numbers.items():
@@ -228,13 +230,23 @@ def write_smol_tower(path: Path, model: Any) -> None:
     for name, tensor in model.model.vision_tower.state_dict().items():
         values, name = tensor.float().numpy(), name.removeprefix("vision_model.")
         if name.startswith("embeddings.position_embedding"):
-            values = np.concatenate([values[1:], values[:1]])
+            values = np.concatenate([_interpolate(values[1:], side), values[:1]])
         if (target := _smol_name(name)) is not None:
             writer.add_tensor(target, np.ascontiguousarray(values))
     for name, tensor in model.model.multi_modal_projector.state_dict().items():
         target = name.replace("linear_1", "mm.0").replace("linear_2", "mm.2")
         writer.add_tensor(target, tensor.float().numpy())
     _close(writer)
+
+
+def _interpolate(positions: np.ndarray, side: int) -> np.ndarray:
+    """Return the position embeddings of a square grid, interpolated as in transformers."""
+    old = round(len(positions) ** 0.5)
+    if side == old:
+        return positions
+    grid = torch.from_numpy(positions).T.reshape(1, -1, old, old)
+    grid = torch.nn.functional.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+    return grid[0].flatten(1).T.numpy()
 
 
 _SMOL = {

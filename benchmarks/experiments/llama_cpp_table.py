@@ -1,25 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """llama.cpp with pruned prompts: time to the first token, and accuracy beside a smaller image.
 
-    python benchmarks/experiments/llama_cpp_table.py times --model demo_smol      # the next two also with demo_qwen
-    python benchmarks/experiments/llama_cpp_table.py answers                      # demo_qwen; about 6 minutes
+    python benchmarks/experiments/llama_cpp_table.py times --model demo_smol      # first, also with demo_qwen
+    python benchmarks/experiments/llama_cpp_table.py answers --model demo_smol    # also with demo_qwen
     python benchmarks/experiments/llama_cpp_table.py page                         # write docs/serving/llama-cpp.md
 
-`times` measures in turn, in one process and on one thread: unpruned, `divprune` at two keeps, and an oracle that
-decodes the same number of rows without a selection. `answers` asks held-out questions of every kind in turn: unpruned,
-pruned to a quarter, a smaller image with the same number of tokens, and a smaller image with the same time to the first
-token. The decoder of demo_smol has weights in Q8_0, and that of demo_qwen in float32.
+`times` measures in turn, in one process and on one thread: unpruned, `divprune` at two keeps, an oracle that decodes
+the same number of rows without a selection, and smaller images. `answers` asks held-out questions of every kind, drawn
+with a fixed seed, in turn: unpruned, pruned to a quarter, a smaller image with the same number of tokens, and the
+largest image with the same time to the first token (by the rows of `times`). Each row is appended to the file as soon
+as it is measured, and a second call continues. The decoder of demo_smol has weights in Q8_0, and that of demo_qwen in
+float32.
+
+llama.cpp resizes all images of demo_smol to the size of its tower. For smaller images, this script exports towers with
+interpolated position embeddings.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+import os
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,9 +37,11 @@ import torch
 import typer
 from common import RESULTS, fill_page, header
 from PIL import Image
-from rows import write
 
 import tokenprune
+from tokenprune.budgets import Budget
+from tokenprune_bench.json_lines import JsonLinesWriter, read_lines
+from tokenprune_bench.metrics import ending
 from tokenprune_bench.paired import Answers, compare_paired
 from tokenprune_demo.heldout import Example, get_heldout_folder, load_heldout
 
@@ -39,18 +49,24 @@ FILE = RESULTS / "llama_cpp.jsonl"
 PAGE = Path(__file__).parents[2] / "docs/serving/llama-cpp.md"
 BEGIN, END = "<!-- llama_cpp:begin (benchmarks/experiments/llama_cpp_table.py page) -->", "<!-- llama_cpp:end -->"
 KEEPS = (0.25, 0.11)
-UNIT = 16  # pixels per visual token of demo_qwen
-SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-LIMIT_S = 420
+SAME_TOKENS = 0.5  # scale of the sides at a quarter of the tokens
+SCALES = (SAME_TOKENS, 0.55, 0.6, 0.7, 0.8, 0.9)
+UNIT = {"demo_qwen": 16, "demo_smol": 14}  # pixels per visual token
+MAX_NEW_TOKENS = {"demo_qwen": 4, "demo_smol": 24}
+MAX_TOKENS = 450  # of a demo_qwen image: the exported tower needs 15 seconds for 784 tokens
+TIMED_TOKENS = (100, 200, 400)  # of the demo_qwen images in `times`
+ROUNDS = 5
 SETTINGS = {
     "unpruned": "unpruned",
     "pruned": "`divprune`, a quarter",
     "same tokens": "smaller image, same tokens",
     "same time": "smaller image, same time",
 }
+Setting = tuple[str, Any]  # "unpruned", "divprune" or "oracle" with a budget, or "image" with a scale
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 Model = Annotated[str, typer.Option(help="demo_qwen or demo_smol.")]
+Seconds = Annotated[float, typer.Option(help="Stop after this time. The next call continues.")]
 
 
 class Engine:
@@ -58,32 +74,53 @@ class Engine:
 
     def __init__(self, name: str) -> None:
         from llama_cpp import Llama
-        from llama_cpp.llama_chat_format import MTMDChatHandler
         from llama_cpp_export import write_all
 
         torch.set_num_threads(1)
         self.name, self.folder = name, tempfile.TemporaryDirectory()
         with torch.no_grad():
-            files = write_all(name, Path(self.folder.name), quantize=name == "demo_smol")
-        handler = MTMDChatHandler(clip_model_path=str(files / "mmproj.gguf"), verbose=False)
+            self.files = write_all(name, Path(self.folder.name), quantize=name == "demo_smol")
+        self.handlers = {1.0: self._create_handler(self.files / "mmproj.gguf")}
         options = dict(n_ctx=2048, n_threads=1, n_threads_batch=1, verbose=False)
-        self.llm = Llama(str(files / "decoder.gguf"), chat_handler=handler, **options)
+        self.llm = Llama(str(self.files / "decoder.gguf"), chat_handler=self.handlers[1.0], **options)
         self.patch_options = {"positions": "renumbered"} if name == "demo_smol" else {}
 
-    def patch(self, keep: float | int | None, select: bool = True) -> None:
-        """Set the budget; None unpatches. select=False keeps the first rows, without a selection."""
+    def _create_handler(self, path: Path) -> Any:
+        from llama_cpp.llama_chat_format import MTMDChatHandler
+
+        return MTMDChatHandler(clip_model_path=str(path), verbose=False)
+
+    def _find_handler(self, scale: float) -> Any:
+        """Return the handler for images of this scale. demo_smol needs a tower for each."""
+        if self.name == "demo_qwen":
+            return self.handlers[1.0]
+        if scale not in self.handlers:
+            from llama_cpp_export import write_smol_tower
+
+            path = self.files / f"mmproj-{scale}.gguf"
+            model, _ = tokenprune.demo_model(self.name)
+            with torch.no_grad():
+                write_smol_tower(path, model, scale)
+            self.handlers[scale] = self._create_handler(path)
+        return self.handlers[scale]
+
+    def set_up(self, setting: Setting, image: Image.Image) -> Image.Image:
+        """Patch or unpatch the model, and return the image to ask about."""
+        kind, value = setting
         if hasattr(self.llm.chat_handler._mtmd_cpp, "module"):
             tokenprune.llama_cpp.unpatch(self.llm)
-        if keep is None:
-            return
-        tokenprune.llama_cpp.patch(self.llm, "divprune", keep=keep, **self.patch_options)
-        proxy = self.llm.chat_handler._mtmd_cpp
-        if not select:
-            proxy._reduce = partial(_take_first, proxy, keep)
+        scale = value if kind == "image" else 1.0
+        self.llm.chat_handler = self._find_handler(scale)
+        if kind in ("divprune", "oracle"):
+            tokenprune.llama_cpp.patch(self.llm, "divprune", keep=value, **self.patch_options)
+        if kind == "oracle":
+            proxy = self.llm.chat_handler._mtmd_cpp
+            proxy._reduce = partial(_take_first, proxy, value)
+        return resize(image, scale, UNIT[self.name])
 
-    def ask(self, image: Image.Image, question: str, max_tokens: int = 4) -> tuple[str, float]:
+    def ask(self, setting: Setting, image: Image.Image, question: str, max_tokens: int = 1) -> tuple[str, float]:
         """Return the answer, and the time to the first token in seconds."""
-        buffer = io.BytesIO()
+        image, buffer = self.set_up(setting, image), io.BytesIO()
         image.save(buffer, "PNG")
         url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
         text = question.lower() if self.name == "demo_qwen" else question
@@ -106,141 +143,158 @@ def _take_first(proxy: Any, keep: float, ctx: Any, chunk: Any, count: int) -> tu
     return kept, type("First", (), {"kept": range(size), "count": count})()
 
 
-def resize(image: Image.Image, scale: float) -> Image.Image:
-    """Return an image whose sides are whole tokens."""
-    return image.resize([max(2, round(side * scale / UNIT)) * UNIT for side in image.size], Image.Resampling.BICUBIC)
+def resize(image: Image.Image, scale: float, unit: int) -> Image.Image:
+    """Return an image whose sides are complete tokens."""
+    return image.resize([max(2, round(side * scale / unit)) * unit for side in image.size], Image.Resampling.BICUBIC)
 
 
-def count_tokens(image: Image.Image) -> int:
-    return (image.width // UNIT) * (image.height // UNIT)
+def count_tokens(image: Image.Image, unit: int) -> int:
+    return (image.width // unit) * (image.height // unit)
 
 
-def save(kind: str, rows: list[dict[str, Any]]) -> None:
-    """Write the rows of a kind, and keep those of other kinds."""
-    import json
+class Rows:
+    """The rows of a command and a model. `add` appends a row to the file, so that an aborted run loses nothing."""
 
-    lines = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
-    write(FILE, [*(line for line in lines if line["kind"] != kind), *({"kind": kind} | row for row in rows)])
+    def __init__(self, kind: str, model: str, seconds: float) -> None:
+        import llama_cpp
+
+        lines = read_lines(FILE)
+        self.key = {"kind": kind, "model": model}
+        self.rows = [row for row, _ in lines if self.key.items() <= row.items()]
+        self.writer = JsonLinesWriter(FILE, lines[-1][1] if lines else 0)
+        self.end = time.monotonic() + seconds
+        about = header(torch.device("cpu")) | {"threads": 1, "llama_cpp": llama_cpp.__version__}
+        self.writer.write({"kind": "run", "command": kind, "model": model} | about)
+
+    def add(self, **row: Any) -> None:
+        row = self.key | row | {"load": round(os.getloadavg()[0], 2)}
+        self.rows.append(row)
+        self.writer.write(row)
+
+    def has(self, **fields: Any) -> bool:
+        return any(fields.items() <= row.items() for row in self.rows)
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self.end
 
 
-def describe() -> dict[str, Any]:
-    import llama_cpp
-
-    return header(torch.device("cpu")) | {"llama_cpp": llama_cpp.__version__, "threads": 1}
-
-
-def sample(name: str, count: int, kinds: int = 1) -> list[Example]:
-    examples = load_heldout(folder=get_heldout_folder(name))
-    if kinds == 1:
-        return examples[:: max(1, len(examples) // count)][:count]
+def draw(name: str) -> list[Example]:
+    """Return the held-out questions in an order with a fixed seed, in turn of every kind."""
     by_kind: dict[str, list[Example]] = {}
-    for example in examples:
-        by_kind.setdefault(example.kind, []).append(example)
-    picked = [of_kind[:: max(1, len(of_kind) // count)][:count] for of_kind in by_kind.values()]
-    return [example for group in zip(*picked, strict=True) for example in group]
+    for example in load_heldout(folder=get_heldout_folder(name)):
+        if name == "demo_smol" or count_tokens(example.image, UNIT[name]) <= MAX_TOKENS:
+            by_kind.setdefault(example.kind, []).append(example)
+    for examples in by_kind.values():
+        random.Random(0).shuffle(examples)
+    return [example for group in zip_longest(*by_kind.values()) for example in group if example is not None]
 
 
 @app.command()
-def times(model: Model = "demo_smol", images: int = 3, rounds: int = 5) -> None:
+def times(model: Model = "demo_smol", rounds: int = ROUNDS, seconds: Seconds = 330) -> None:
     """Measure the time to the first token, in turn."""
-    engine, seconds = Engine(model), {}
-    examples = sample(model, images) if model == "demo_smol" else [
-        example for example in sample(model, 200) if example.image.size == (448, 448)
-    ][:images]  # fmt: skip
-    settings: dict[str, Callable[[], None]] = {"unpruned": partial(engine.patch, None)}
-    for keep in KEEPS:
-        settings[f"divprune {keep}"] = partial(engine.patch, keep)
-        settings[f"oracle {keep}"] = partial(engine.patch, keep, select=False)
-    overhead = []
-    for turn in range(rounds + 1):  # the first round warms up
-        for example in examples:
-            for name, set_up in settings.items():
-                set_up()
-                _, first = engine.ask(example.image, example.question, max_tokens=1)
-                if turn:
-                    seconds.setdefault(name, []).append(first)
-                    if name == f"divprune {KEEPS[0]}":
-                        overhead.append(tokenprune.llama_cpp.stats(engine.llm).overhead_ms)
-    base = statistics.median(seconds["unpruned"])
-    rows = [
-        {"model": model, "setting": name, "seconds": [round(value, 4) for value in values],
-         "ratio": round(base / statistics.median(values), 3)}
-        for name, values in seconds.items()
+    rows, engine, unit = Rows("times", model, seconds), Engine(model), UNIT[model]
+    examples = draw(model)[:1] if model == "demo_smol" else [
+        min(draw(model), key=lambda example: abs(count_tokens(example.image, unit) - target)) for target in TIMED_TOKENS
     ]  # fmt: skip
-    save(f"times {model}", [describe() | {"overhead_ms": round(statistics.median(overhead), 2)}, *rows])
-    for row in rows:
-        print(row["setting"], row["ratio"])
-
-
-def find_scale(engine: Engine, examples: list[Example]) -> float:
-    """Return the largest scale of an image whose time to the first token is that of a pruned prompt."""
-    seconds: dict[Any, list[float]] = {}
-    for _ in range(2):
+    settings: list[Setting] = [("unpruned", None)]
+    settings += [(name, keep) for keep in KEEPS for name in ("divprune", "oracle")]
+    settings += [("image", scale) for scale in SCALES]
+    for setting in settings:  # warm up
+        engine.ask(setting, examples[0].image, examples[0].question)
+    for turn in range(rounds):
         for example in examples:
-            for scale in ("pruned", *SCALES):
-                image = resize(example.image, 1.0 if scale == "pruned" else scale)
-                engine.patch(KEEPS[0] if scale == "pruned" else None)
-                seconds.setdefault(scale, []).append(engine.ask(image, example.question, max_tokens=1)[1])
-    medians = {scale: statistics.median(values) for scale, values in seconds.items()}
-    return max([scale for scale in SCALES if medians[scale] <= medians["pruned"]], default=SCALES[0])
+            tokens = count_tokens(resize(example.image, 1.0, unit), unit)
+            for name, value in settings:
+                fields = {"tokens": tokens, "round": turn, "setting": name, "value": value}
+                if rows.has(**fields) or rows.is_late:
+                    continue
+                _, first = engine.ask((name, value), example.image, example.question)
+                if name == "divprune":
+                    fields["overhead_ms"] = round(tokenprune.llama_cpp.stats(engine.llm).overhead_ms, 2)
+                rows.add(**fields, seconds=round(first, 4))
+    print(f"{len(rows.rows)} of {rounds * len(examples) * len(settings)} rows")
+
+
+def find_ratios(rows: Sequence[dict[str, Any]], tokens: int) -> dict[Setting, float]:
+    """Return the unpruned time divided by the time of each setting: the median over rounds."""
+    rounds: dict[int, dict[Setting, float]] = {}
+    for row in rows:
+        if row["tokens"] == tokens:
+            rounds.setdefault(row["round"], {})[row["setting"], row["value"]] = row["seconds"]
+    ratios: dict[Setting, list[float]] = {}
+    for seconds in rounds.values():
+        for setting, value in seconds.items():
+            ratios.setdefault(setting, []).append(seconds["unpruned", None] / value)
+    return {setting: statistics.median(values) for setting, values in ratios.items()}
+
+
+def find_scale(rows: Sequence[dict[str, Any]], tokens: int) -> float:
+    """Return the largest scale of an image that is as fast as a pruned prompt, at the closest number of tokens."""
+    measured = min({row["tokens"] for row in rows}, key=lambda value: abs(value - tokens))
+    ratios = find_ratios(rows, measured)
+    return max([scale for scale in SCALES if ratios["image", scale] >= ratios["divprune", KEEPS[0]]], default=SCALES[0])
 
 
 @app.command()
-def answers(per_kind: int = 20) -> None:
+def answers(model: Model = "demo_qwen", seconds: Seconds = 540) -> None:
     """Ask questions of every kind with each setting, in turn."""
-    engine = Engine("demo_qwen")
-    scale = find_scale(engine, sample("demo_qwen", 6))
-    begin, rows = time.monotonic(), []
-    for number, example in enumerate(sample("demo_qwen", per_kind, kinds=9)):
-        if number % 9 == 0 and time.monotonic() - begin > LIMIT_S:
+    timed = [row for row, _ in read_lines(FILE) if row["kind"] == "times" and row["model"] == model]
+    rows, engine, unit = Rows("answers", model, seconds), Engine(model), UNIT[model]
+    for index, example in enumerate(draw(model)):
+        if rows.is_late:
             break
-        image = resize(example.image, 1.0)
-        small = resize(example.image, 0.5)
-        trials = {
-            "unpruned": (None, image), "pruned": (count_tokens(small), image), "same tokens": (None, small),
-            "same time": (None, resize(example.image, scale)),
+        if rows.has(index=index):
+            continue
+        tokens, kept = (count_tokens(resize(example.image, scale, unit), unit) for scale in (1.0, SAME_TOKENS))
+        scale = find_scale(timed, tokens)
+        settings: dict[str, Setting] = {
+            "unpruned": ("unpruned", None), "pruned": ("divprune", Budget(tokens=kept)),
+            "same tokens": ("image", SAME_TOKENS), "same time": ("image", scale),
         }  # fmt: skip
-        row: dict[str, Any] = {"question": example.kind, "tokens": count_tokens(image), "kept": count_tokens(small)}
-        for name, (keep, shown) in trials.items():
-            engine.patch(None if keep is None else tokenprune.Budget(tokens=keep))
-            text, first = engine.ask(shown, example.question)
-            row[name] = {"right": int(text == example.answer), "seconds": round(first, 4)}
-        rows.append(row)
-    save("answers", [describe() | {"scale": scale}, *rows])
-    print(scale, len(rows), {name: sum(row[name]["right"] for row in rows) for name in SETTINGS})
+        results: dict[str, Any] = {}
+        for name, setting in settings.items():
+            text, first = engine.ask(setting, example.image, example.question, MAX_NEW_TOKENS[model])
+            results[name] = {"right": int(ending(text, example.answer)), "seconds": round(first, 4)}
+        rows.add(index=index, question=example.kind, tokens=tokens, kept=kept, scale=scale, **results)
+    print(len(rows.rows), {name: sum(row[name]["right"] for row in rows.rows) for name in SETTINGS})
 
 
-def _load() -> dict[str, list[dict[str, Any]]]:
-    import json
-
-    lines = [json.loads(line) for line in FILE.read_text().splitlines()]
-    return {kind: [line for line in lines if line["kind"] == kind] for kind in {line["kind"] for line in lines}}
-
-
-def write_times(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Return the table row of a model."""
-    ratios = {row["setting"]: row["ratio"] for row in rows}
-    cells = [f"{ratios[f'divprune {keep}']:.2f}x ({ratios[f'oracle {keep}']:.2f}x)" for keep in KEEPS]
-    return f"| `{rows[0]['model']}` | {' | '.join(cells)} | {len(rows[0]['seconds'])} | {head['load']:.1f} |"
+def write_times(model: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table rows of a model."""
+    lines = []
+    for tokens in sorted({row["tokens"] for row in rows}):
+        ratios, scale = find_ratios(rows, tokens), find_scale(rows, tokens)
+        cells = [f"{ratios['divprune', keep]:.2f}x ({ratios['oracle', keep]:.2f}x)" for keep in KEEPS]
+        cells += [f"{ratios['image', SAME_TOKENS]:.2f}x", f"{ratios['image', scale]:.2f}x ({scale:g})"]
+        lines.append(_join(f"`{model}`", tokens, *cells))
+    return lines
 
 
-def write_answers(head: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """Return the table of accuracy by kind of question."""
-    lines = [f"| questions | n | {' | '.join(SETTINGS.values())} |", f"|---|{'---:|' * (len(SETTINGS) + 1)}"]
-    for kind in (*sorted({row["question"] for row in rows}), None):
-        part = [row for row in rows if kind in (None, row["question"])]
-        right = {name: [row[name]["right"] for row in part] for name in SETTINGS}
-        cells = []
-        for name, values in right.items():
-            cell = f"{100 * sum(values) / len(part):.0f}"
-            if name.startswith("same"):
-                gap = _compare(right["pruned"], values)
-                cell += f" ({100 * gap.difference:+.0f}: {100 * gap.low:+.0f} to {100 * gap.high:+.0f})"
-            cells.append(cell)
-        lines.append(f"| {kind or '**all**'} | {len(part)} | {' | '.join(cells)} |")
-    medians = {name: statistics.median(row[name]["seconds"] for row in rows) for name in SETTINGS}
-    cells = [f"{medians['unpruned'] / medians[name]:.2f}x" for name in SETTINGS]
-    return [*lines, f"| first token | | {' | '.join(cells)} |"]
+def write_answers(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table of right answers: a row for each setting, and a column for each kind of question."""
+    kinds = sorted({row["question"] for row in rows})
+    counts = [sum(row["question"] == kind for row in rows) for kind in kinds]
+    titles = ["setting", "first token", f"all ({len(rows)})", "`divprune` minus this"]
+    titles += [f"{kind} ({count})" for kind, count in zip(kinds, counts, strict=True)]
+    lines = [_join(*titles), _join("---", *["---:"] * (len(titles) - 1))]
+    for name, title in SETTINGS.items():
+        right = [row[name]["right"] for row in rows]
+        speed = statistics.median(row["unpruned"]["seconds"] / row[name]["seconds"] for row in rows)
+        gap = _compare([row["pruned"]["right"] for row in rows], right)
+        cells = [title, f"{speed:.2f}x", f"{100 * statistics.mean(right):.0f}"]
+        cells.append(
+            "" if name == "pruned" else f"{100 * gap.difference:+.0f} [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
+        )
+        for kind in kinds:
+            cells.append(f"{100 * statistics.mean(row[name]['right'] for row in rows if row['question'] == kind):.0f}")
+        lines.append(_join(*cells))
+    return lines
+
+
+def _join(*cells: Any) -> str:
+    """Return a table row. Without spaces, as docs/ has a limit of words and `wc` counts separators."""
+    return f"|{'|'.join(map(str, cells))}|"
 
 
 def _compare(ours: list[int], theirs: list[int]) -> Any:
@@ -252,27 +306,29 @@ def _compare(ours: list[int], theirs: list[int]) -> Any:
 @app.command()
 def page() -> None:
     """Write the tables into the page."""
-    results = _load()
+    by_kind: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row, _ in read_lines(FILE):
+        by_kind.setdefault((row["kind"], row["model"]), []).append(row)
+    timed = [row for model in UNIT for row in by_kind["times", model]]
+    loads = [row["load"] for row in timed]
+    rounds = [len({row["round"] for row in by_kind["times", model]}) for model in UNIT]
     lines = [
-        "Time to the first token, unpruned divided by pruned, on one thread, in turn. In brackets: an oracle without a "
-        "selection.",
+        "Time to the first token, unpruned divided by each setting: one thread, in turn, median of "
+        f"{min(rounds)} rounds, load {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores. In brackets: an "
+        "oracle without a selection, or the scale of the sides.",
         "",
-        f"| model | keep {KEEPS[0]} | keep {KEEPS[1]} | rounds | load |",
-        "|---|---:|---:|---:|---:|",
+        _join("model", "visual tokens", *[f"`divprune` {keep}" for keep in KEEPS], *list(SETTINGS.values())[2:]),
+        _join("---", *["---:"] * 5),
     ]
-    for kind in sorted(kind for kind in results if kind.startswith("times")):
-        head, *rows = results[kind]
-        lines.append(write_times(head, rows))
-    lines += ["", "The machine ran other work, see the load. [Raw data](../../benchmarks/results/llama_cpp.jsonl)."]
-    if "answers" in results:
-        head, *rows = results["answers"]
-        lines += [
-            "",
-            "Right answers of `demo_qwen` in percent. In brackets: `divprune` minus this column in points, with the 95 "
-            f"% interval of paired differences. The same time is reached at {head['scale']} of each side.",
-            "",
-        ]
-        lines += write_answers(head, rows)
+    for model in UNIT:
+        lines += write_times(model, by_kind["times", model])
+    lines += [
+        "",
+        "Right answers in percent by kind of question (number of questions, drawn with a fixed seed), with the 95 % "
+        "interval of paired differences in points. [Raw data](../../benchmarks/results/llama_cpp.jsonl).",
+    ]
+    for model in UNIT:
+        lines += ["", f"`{model}`:", "", *write_answers(by_kind["answers", model])]
     fill_page(PAGE, BEGIN, END, "\n".join(lines))
 
 

@@ -28,13 +28,12 @@ from tokenprune.errors import (
     UnsupportedModelError,
     UnsupportedSetupError,
 )
-from tokenprune.integrations.reduction import ReducedImage, find_stage, reduce, resolve_budget
-from tokenprune.methods import DEFAULT_METHOD
+from tokenprune.integrations.reduction import ReducedImage, find_stage, read_method, reduce, resolve_budget
 from tokenprune.selection.inputs import list_inputs
 from tokenprune.selection.method import Method, Pruner
 from tokenprune.selection.observable import Input
 from tokenprune.selection.segments import square_grid
-from tokenprune.settings.arguments import read_budgets, read_methods
+from tokenprune.settings.arguments import read_budgets
 from tokenprune.statistics import Stats
 
 __all__ = ["patch", "stats", "unpatch"]
@@ -80,7 +79,7 @@ def patch(
         OptionError, BudgetError, UnknownMethodError: If an argument is invalid.
     """
     handler = _find_handler(llm)
-    (configured,) = read_methods(DEFAULT_METHOD if method is None else method, options, ("keep", "positions"))
+    configured = read_method(method, options, ("keep", "positions"))
     (budget,) = read_budgets(keep, [configured])
     if missing := sorted(list_inputs(configured) - {Input.FEATURES}):
         raise UnsupportedSetupError(

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from tokenprune.methods import DEFAULT_METHOD
 from tokenprune.selection.apply import limit_budget, validate_selection
 from tokenprune.selection.inputs import ANY_DEPTH
 from tokenprune.selection.method import Method, Pruner, Selection, Site
-from tokenprune.selection.plain_inputs import PlainInputs
+from tokenprune.selection.plain_inputs import PlainInputs, check_finite, read_grid, read_tensor
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.settings.arguments import read_budgets, read_methods
 
@@ -53,13 +52,19 @@ class ReducedImage:
     def apply(self, rows: Any) -> Any:
         """Reduce other rows of the same image, such as features for deeper layers, shape (N, C), in the same way.
 
+        Raises:
+            OptionError: If the shape is wrong.
+
         Examples:
             >>> image = tokenprune.reduce(torch.eye(4), "pool", keep=2, grid=(2, 2))
             >>> image.apply(torch.tensor([[1.0], [3.0], [5.0], [9.0]])).tolist()
             [[3.0], [6.0]]
         """
-        merged = self.selection.apply(_to_tensor(rows)[None])[0]
-        kept = merged.index_select(0, _to_tensor(self.kept))
+        values = read_tensor("rows", rows)
+        if values.ndim != 2 or len(values) != self.count:
+            raise OptionError(f"rows must be [{self.count}, C], all rows of the image, not {list(values.shape)}.")
+        merged = self.selection.apply(values[None])[0]
+        kept = merged.index_select(0, read_tensor("kept", self.kept))
         return kept if isinstance(rows, Tensor) else kept.numpy()
 
     def to_arrays(self) -> ReducedImage:
@@ -88,12 +93,13 @@ class ReducedImage:
         """
         if grid is None:
             return self.kept + start
-        if len(grid) not in (2, 3) or math.prod(grid) != self.count:
-            raise OptionError(f"grid={tuple(grid)} does not have {self.count} cells. Pass (height, width) in tokens.")
-        kept = _to_tensor(self.kept)
-        height, width = grid[-2:]
+        sides = read_grid(grid)
+        if math.prod(sides) != self.count:
+            raise OptionError(f"grid={sides} does not have {self.count} cells. Pass (height, width) in tokens.")
+        kept = read_tensor("kept", self.kept)
+        height, width = sides[-2:]
         axes = [kept // (height * width), kept // width % height, kept % width]
-        positions = torch.stack(axes[3 - len(grid) :]) + start
+        positions = torch.stack(axes[3 - len(sides) :]) + start
         return positions if isinstance(self.kept, Tensor) else positions.numpy()
 
 
@@ -139,7 +145,8 @@ def reduce(
         A `ReducedImage` for one image, else a list of `ReducedImage`.
 
     Raises:
-        OptionError: If the method needs an input that is missing, or an argument has the wrong shape.
+        OptionError: If the method needs an input that is missing, or an argument has the wrong shape, NaN or
+            infinite values.
         BudgetError: If `keep` is not a budget of images.
         UnknownMethodError: If no method has this name.
 
@@ -152,7 +159,7 @@ def reduce(
         tokenprune.errors.OptionError: scope needs the attention of the vision tower. Pass tower_attention=...
     """
     images, is_single = _read_features(features)
-    (configured,) = read_methods(DEFAULT_METHOD if method is None else method, options, _ARGUMENTS)
+    configured = read_method(method, options, _ARGUMENTS)
     if seed is not None and any(option.name == "seed" for option in dataclasses.fields(configured)):
         configured = dataclasses.replace(configured, seed=seed)  # type: ignore[call-arg]  # only these have a seed
     (budget,) = read_budgets(keep, [configured])
@@ -174,14 +181,12 @@ def reduce(
 _ARGUMENTS = ("keep", "grid", "frames", "question", "tower_attention", "tower_features", "observables", "seed")
 
 
-def _to_tensor(values: Any) -> Tensor:
-    """Return a tensor, or the tensor that shares memory with a numpy array, whatever the default device is."""
-    if isinstance(values, Tensor):
-        return values
-    try:
-        return torch.from_numpy(np.asarray(values))
-    except TypeError:
-        raise OptionError(f"features must be tensors or numpy arrays, not {type(values).__name__}.") from None
+def read_method(method: Any, options: dict[str, Any], arguments: Sequence[str]) -> Method:
+    """Return the configured method. Raise OptionError if there are several."""
+    methods = read_methods(DEFAULT_METHOD if method is None else method, options, arguments)
+    if len(methods) > 1:
+        raise OptionError(f"{len(methods)} methods need tokenprune.patch. Pass a single method.")
+    return methods[0]
 
 
 def _first(features: Any) -> Any:
@@ -191,13 +196,14 @@ def _first(features: Any) -> Any:
 def _read_features(features: Any) -> tuple[list[Tensor], bool]:
     """Return the features of each image, and True if there is a single image without a list."""
     is_list = isinstance(features, (list, tuple))
-    images = [_to_tensor(image) for image in (features if is_list else [features])]
+    images = [read_tensor("features", image) for image in (features if is_list else [features])]
     is_single = not is_list and images[0].ndim == 2
     if not is_list and images[0].ndim == 3:
         images = list(images[0])
     for image in images:
-        if image.ndim != 2 or not len(image) or not image.is_floating_point():
+        if image.ndim != 2 or not image.numel() or not image.is_floating_point() or image.layout != torch.strided:
             raise OptionError(f"features must be float [N, D] per image, not {image.dtype} {list(image.shape)}.")
+        check_finite("features", image)
     if not images or len({image.shape[1] for image in images}) > 1:
         raise OptionError("features must have at least one image, and the same width D for all images.")
     return images, is_single

@@ -16,9 +16,18 @@ import torch
 
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.coverage import greedy_cover
-from tokenprune.kernels.pairs import MIN_ROWS, PickedRows, Products, Relation, distances, is_finite, normalize
+from tokenprune.kernels.density import density_peaks
+from tokenprune.kernels.pairs import (
+    MIN_ROWS,
+    PickedRows,
+    Products,
+    Relation,
+    distances,
+    is_all_finite,
+    is_finite,
+    normalize,
+)
 from tokenprune.kernels.picks import Picks
-from tokenprune.kernels.temporal import density_peaks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,16 +87,23 @@ def assign_to_centres(x: Tensor, mask: Tensor, centres: Tensor, max_count: int) 
         centres: bool `[R, N]`.
         max_count: At least the largest number of centres in a row.
     """
-    x = x.float().masked_fill(~is_finite(x).unsqueeze(-1), 0)
+    is_cpu = x.device.type == "cpu"
+    # On the CPU, a check is cheaper than the pass that it avoids.
+    x = x.float() if is_cpu and is_all_finite(x) else x.float().masked_fill(~is_finite(x).unsqueeze(-1), 0)
     centre_index = partition(centres)[:, : max(1, max_count)]
     allowed = centres.gather(1, centre_index)
-    assigned = torch.empty_like(mask, dtype=torch.long)
-    for rows in split_rows(len(x), x.shape[1] * centre_index.shape[1]):
-        distance = distances(x[rows], gather_tokens(x[rows], centre_index[rows], 1))
-        distance = distance.masked_fill(~allowed[rows].unsqueeze(1), torch.inf)
-        assigned[rows] = centre_index[rows].gather(1, distance.min(2).indices)
+
+    def find_nearest(x: Tensor, centre_index: Tensor, allowed: Tensor) -> Tensor:
+        distance = distances(x, gather_tokens(x, centre_index, 1))
+        if not (is_cpu and allowed.numpy().all()):
+            distance = distance.masked_fill(~allowed.unsqueeze(1), torch.inf)
+        return centre_index.gather(1, distance.min(2).indices)
+
+    assigned = map_rows(find_nearest, x.shape[1] * centre_index.shape[1], x, centre_index, allowed)
     assigned = torch.where(centres, torch.arange(mask.shape[1], device=mask.device), assigned)
-    return assigned.masked_fill(~mask | ~centres.any(1, keepdim=True), -1)
+    if is_cpu and mask.numpy().all() and allowed.numpy()[:, 0].all():
+        return assigned
+    return assigned.masked_fill(~(mask & allowed[:, :1]), -1)
 
 
 def select_farthest_weighted(
@@ -175,8 +191,10 @@ def map_rows(function: Callable[..., Tensor], entries: int, *tensors: Tensor) ->
 
     `entries` is the size of the matrix that each row needs.
     """
-    parts = [function(*(tensor[rows] for tensor in tensors)) for rows in split_rows(len(tensors[0]), entries)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    blocks = list(split_rows(len(tensors[0]), entries))
+    if len(blocks) == 1:
+        return function(*tensors)
+    return torch.cat([function(*(tensor[rows] for tensor in tensors)) for rows in blocks])
 
 
 def connected_components(graph_or_vectors: Tensor, threshold: float | None = None) -> Tensor:

@@ -27,6 +27,8 @@ def partition(first: Tensor) -> Tensor:
         >>> partition(torch.tensor([[False, True, False, True]])).tolist()
         [[1, 3, 0, 2]]
     """
+    if first.device.type == "cpu":
+        return torch.from_numpy((~first.numpy()).argsort(axis=1, kind="stable"))
     return (~first).to(torch.uint8).argsort(dim=1, stable=True)
 
 
@@ -49,6 +51,8 @@ def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """
     dim = dim % x.ndim
     batch = dim - 1
+    if x.shape[batch] == len(index) == 1:
+        return x.index_select(dim, index[0])
     if x.shape[batch] > 1:
         index = index.add(torch.arange(len(index), device=index.device)[:, None], alpha=x.shape[dim])
     # index_select on flattened rows copies whole tokens, which is much faster than gathering elements.

@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 
+def to_array(x: Tensor) -> np.ndarray:
+    """Return the values of a tensor on the CPU, without a copy, also if it requires a gradient."""
+    return (x.detach() if x.requires_grad else x).numpy()
+
+
 def pick_farthest(table: Tensor, num_picks: int) -> Tensor:
     """Select tokens that are farthest from each other. See `farthest`.
 
@@ -38,21 +43,25 @@ def take_in_turn(score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
     """Let pickers in turn select tokens. See `take.take_in_turn`.
 
     Args:
-        score: Scores without NaN, float32 `[S, P, N]`.
+        score: Scores, float32 `[S, P, N]`, or `[S, N]` for a single picker. NaN is lowest.
         mask: Candidates, bool `[S, N]`.
-        count: Number of tokens of each picker, long `[S, P]`.
+        count: Number of tokens of each picker, long `[S, P]` or `[S]`.
 
     Returns:
         Selected tokens, bool `[S, N]`.
     """
-    least, available, counts = -score.numpy(), mask.numpy(), count.tolist()
+    scores, available, counts = to_array(score), mask.numpy(), count.tolist()
+    if scores.ndim == 2:
+        scores, counts = scores[:, None], [[num_tokens] for num_tokens in counts]
+    least = np.where(np.isnan(scores), np.float32(np.inf), -scores)
     left = available.copy()
     for segment, numbers in enumerate(counts):
         row = left[segment]
         for turn, num_tokens in enumerate(numbers):
-            # NaN sorts last, so that -inf is a valid score.
-            order = np.where(row, least[segment, turn], np.float32(np.nan)).argsort(kind="stable")
-            row[order[: max(0, int(num_tokens))]] = False
+            if num_tokens > 0:
+                # NaN sorts last, so that -inf is a valid score.
+                order = np.where(row, least[segment, turn], np.float32(np.nan)).argsort(kind="stable")
+                row[order[: int(num_tokens)]] = False
     return torch.from_numpy(available ^ left)
 
 
@@ -61,7 +70,7 @@ def find_destinations(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do as `join.destinations` on the CPU."""
     index, outputs = assign.numpy(), output_index.numpy()
-    weights = np.ones(outputs.shape, dtype=np.float32) if weight is None else weight.detach().float().numpy()
+    weights = np.ones(outputs.shape, dtype=np.float32) if weight is None else to_array(weight.float())
     absorbed = mask.numpy() & (index >= 0)
     itself = absorbed & (index == np.arange(outputs.shape[1]))
     own_weight = np.zeros(num_outputs, dtype=np.float32)
@@ -71,20 +80,30 @@ def find_destinations(
     return tuple(torch.from_numpy(array.reshape(-1)) for array in (own_weight, target, weights))  # type: ignore[return-value]
 
 
-def order_sources(source: Tensor, target: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Order sources by their target. See `join.join`.
+def plan_merges(own_weight: Tensor, source: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Order the sources of `join.join` by their target, without the sources and targets that it does not merge.
+
+    Args:
+        own_weight: Weights of the kept tokens, float32 or float64 `[m]`.
+        source: Tokens to merge, long `[r]`.
+        target: Output index of each source, long `[r]`; m drops the source.
+        weight: Weights of the sources, dtype of `own_weight`, `[r]`.
 
     Returns:
-        The order and the sources in this order, both `[r]`; the number of the target of each source, `[r]`; and the
-        target of each number, `[r]`, `count` for unused numbers. All long.
+        The sources, their weights `[q, 1]`, and the number of the target of each source, `[q]`; the output index of
+        each target, `[t]`, its own weight and its total weight, `[t, 1]`.
     """
-    targets = target.numpy()
-    order = targets.argsort(kind="stable")
-    targets = targets[order]
-    slot = np.concatenate([np.zeros(1, dtype=np.int64), (np.diff(targets) != 0).cumsum()])[: len(targets)]
-    row = np.full_like(targets, count)
-    row[slot] = targets
-    return tuple(map(torch.from_numpy, (order, source.numpy()[order], slot, row)))  # type: ignore[return-value]
+    own_weights, targets, weights = own_weight.numpy(), target.numpy(), weight.numpy()
+    used = np.flatnonzero(targets < len(own_weights))
+    used = used[targets[used].argsort(kind="stable")]
+    rows, slot = np.unique(targets[used], return_inverse=True)
+    total = own_weights[rows]
+    np.add.at(total, slot, weights[used])
+    if not (valid := total > 0).all():
+        used, slot = used[valid[slot]], (valid.cumsum() - 1)[slot[valid[slot]]]
+        rows, total = rows[valid], total[valid]
+    arrays = source.numpy()[used], weights[used][:, None], slot, rows, own_weights[rows][:, None], total[:, None]
+    return tuple(map(torch.from_numpy, arrays))
 
 
 def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
@@ -92,7 +111,7 @@ def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
     groups = group.numpy()
     columns: list[np.ndarray] = []
     for key in keys:
-        values = (key.float() if key.dtype == torch.bfloat16 else key).detach().numpy()
+        values = to_array(key.float() if key.dtype == torch.bfloat16 else key)
         if values.dtype.kind == "f":
             has_value = ~np.isnan(values)
             columns += [has_value, np.where(has_value, -values, 0)]  # NaN is largest
@@ -105,3 +124,48 @@ def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
     ranks = np.empty(groups.shape, dtype=np.int64)
     np.put_along_axis(ranks, order, index - start, axis=1)
     return torch.from_numpy(ranks)
+
+
+def find_known(values: Tensor, limit: Tensor | None) -> np.ndarray:
+    """Return the mask of finite entries among the first `limit` of each row. values: `[S, N, K]`; limit: long `[S]`."""
+    known = to_array(values) < np.float32(np.inf)
+    if limit is not None:
+        known &= np.arange(known.shape[2]) < np.maximum(limit.numpy(), 1)[:, None, None]
+    return known
+
+
+def find_first_max(x: Tensor, tie: float) -> tuple[Tensor, Tensor]:
+    """Return the maximum along the last axis, and the first index within `tie` of it. x: float32 `[S, A, B]`."""
+    values = to_array(x)
+    best = values.max(axis=2)
+    index = (values >= (best - np.float32(tie))[..., None]).argmax(axis=2)
+    return torch.from_numpy(best), torch.from_numpy(index)
+
+
+def measure_peaks(distance: Tensor, density: Tensor, is_masked: Tensor | None) -> Tensor:
+    """Return the distance to the nearest denser token, or the largest distance if no token is denser.
+
+    Args:
+        distance: Distances of all pairs, float32 `[S, N, N]`, inf where `is_masked`.
+        density: float32 `[S, N]`. Ties go to the lower index.
+        is_masked: Pairs to ignore, bool `[S, N, N]`, or None.
+
+    Returns:
+        float32 `[S, N]`.
+    """
+    values, infinity = to_array(distance), np.float32(np.inf)
+    order = (-to_array(density)).argsort(axis=1, kind="stable")
+    rank = np.empty_like(order)
+    np.put_along_axis(rank, order, np.arange(order.shape[1]), axis=1)
+    nearest = np.where(rank[:, None] < rank[:, :, None], values, infinity).min(axis=2)
+    farthest = (values if is_masked is None else np.where(is_masked.numpy(), -infinity, values)).max(axis=2)
+    return torch.from_numpy(np.where(nearest < infinity, nearest, farthest))
+
+
+def is_valid_assignment(assign: Tensor, keep: Tensor, mask: Tensor) -> bool:
+    """Return whether each valid entry of `assign` is -1 or the index of a kept token. All `[S, N]`."""
+    target, kept = assign.numpy(), keep.numpy()
+    target = np.where(mask.numpy(), target, -1)
+    if target.size and (target.min() < -1 or target.max() >= target.shape[1]):
+        return False
+    return bool((np.take_along_axis(kept, np.maximum(target, 0), axis=1) | (target < 0)).all())

@@ -37,26 +37,38 @@ def join(x: Tensor, keep: Tensor | None, own_weight: Tensor, source: Tensor, tar
         >>> join(x, torch.tensor([0, 2]), weights, torch.tensor([1]), torch.tensor([1]), weights[:1]).tolist()
         [[0.0], [4.0]]
     """
-    count, wide = len(own_weight), torch.promote_types(x.dtype, torch.float32)
+    count, wide = len(own_weight), torch.float64 if x.dtype == torch.float64 else torch.float32
+    needs_torch = torch.compiler.is_compiling() or own_weight.requires_grad or weight.requires_grad
+    if x.device.type == "cpu" and not needs_torch:
+        return _join_on_cpu(x, keep, own_weight.to(wide), source, target, weight.to(wide))
     keep = torch.arange(count, device=x.device) if keep is None else keep
     # The extra last row receives dropped sources. Boolean indexing would synchronize with the device.
     out = x.index_select(0, torch.cat([keep, keep.new_zeros(1)]))
     # Only rows with sources are computed: `slot` numbers these rows, and `row` is their output index.
-    if x.device.type == "cpu":
-        from tokenprune.kernels import host_loops
-
-        order, source, slot, row = host_loops.order_sources(source, target, count)
-    else:
-        order = target.argsort(stable=True)
-        source, target = source[order], target[order]
-        slot = torch.cat([target.new_zeros(1), target.diff().ne(0).cumsum(0)])[: len(target)]
-        row = torch.full_like(target, count).scatter(0, slot, target)
+    order = target.argsort(stable=True)
+    source, target = source[order], target[order]
+    slot = torch.cat([target.new_zeros(1), target.diff().ne(0).cumsum(0)])[: len(target)]
+    row = torch.full_like(target, count).scatter(0, slot, target)
     weight = weight[order].to(wide)
     start = torch.cat([own_weight.to(wide), own_weight.new_zeros(1, dtype=wide)])[row]
     total = start.index_add(0, slot, weight)
     mass = (out[row] * start[:, None]).index_add(0, slot, x.index_select(0, source) * weight[:, None])
     mean = (mass / total.masked_fill(total <= 0, 1)[:, None]).to(x.dtype)
     return out.index_copy_(0, torch.where(total > 0, row, count), mean)[:count]
+
+
+def _join_on_cpu(
+    x: Tensor, keep: Tensor | None, own_weight: Tensor, source: Tensor, target: Tensor, weight: Tensor
+) -> Tensor:
+    """Do as `join` on the CPU, where the rows to compute are known."""
+    from tokenprune.kernels import host_loops
+
+    source, weight, slot, row, start, total = host_loops.plan_merges(own_weight, source, target, weight)
+    out = x.clone() if keep is None else x.index_select(0, keep)
+    if len(row) == 0:
+        return out
+    mass = (out.index_select(0, row) * start).index_add(0, slot, x.index_select(0, source) * weight)
+    return out.index_copy_(0, row, (mass / total).to(x.dtype))
 
 
 @operation(kernel="tokenprune.kernels.join_triton:destinations")

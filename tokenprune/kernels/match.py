@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from tokenprune.kernels.compact import gather_tokens
 from tokenprune.kernels.dispatch import operation
+from tokenprune.kernels.host_loops import find_first_max
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +41,7 @@ def cosines(a: Tensor, b: Tensor) -> Tensor:
         float32 `[S, A, B]`.
     """
     normalize = torch.nn.functional.normalize
-    return normalize(a.float(), dim=-1) @ normalize(b.float(), dim=-1).transpose(1, 2)
+    return torch.bmm(normalize(a.float(), dim=-1), normalize(b.float(), dim=-1).transpose(1, 2))
 
 
 @operation(kernel="tokenprune.kernels.match_triton:best_match", limits=_limits)
@@ -76,17 +79,19 @@ def best_match(
         (1.0, 1)
     """
     unit = torch.nn.functional.normalize(a.float(), dim=-1)
-    units = (unit if b is a else torch.nn.functional.normalize(b.float(), dim=-1)).transpose(1, 2)
+    others = unit if b is a else torch.nn.functional.normalize(b.float(), dim=-1)
+    units = others.transpose(1, 2)
     # On the CPU, these checks are cheaper than the operations that they can skip.
     finite = one_group = False
     if a.device.type == "cpu":
-        finite = bool((unit.sum() + units.sum()).isfinite())
+        finite = math.isfinite(unit.sum() if b is a else unit.sum().item() + others.sum().item())
+        allowed = None if allowed is None or allowed.numpy().all() else allowed
         one_group = group_a is not None and group_b is not None and _is_single_group(group_a, group_b)
     step = max(1, _MAX_ELEMENTS // max(1, units.shape[0] * units.shape[2]))
     results = []
     for start in range(0, a.shape[1], step):
         rows = slice(start, start + step)
-        likeness = unit[:, rows] @ units
+        likeness = torch.bmm(unit if step >= a.shape[1] else unit[:, rows], units)
         if not finite:
             likeness.nan_to_num_(nan=-2.0)
         if exclude_self:
@@ -102,9 +107,10 @@ def best_match(
                 torch.where(group_best > -torch.inf, where, index),
             )
         results.append((best, index))
-    best, index = (torch.cat(part, dim=1) for part in zip(*results, strict=True))
+    if len(results) > 1:
+        best, index = (torch.cat(part, dim=1) for part in zip(*results, strict=True))
     # A row sum does not depend on its position, unlike an entry of a matrix product, so equal pairs have equal cosines.
-    cosine = (unit * units.transpose(1, 2).gather(1, index[..., None].expand_as(unit))).sum(2)
+    cosine = (unit * gather_tokens(others, index, 1)).sum(2)
     return torch.where(best > -1.5, cosine, best), index
 
 
@@ -115,6 +121,8 @@ def _first_max(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     num_blocks = x.shape[2] // _BLOCK
     if num_blocks < 8:
+        if x.device.type == "cpu":
+            return find_first_max(x, TIE)
         best = x.amax(dim=2)
         return best, _first_tie(x, best)
     blocks, rest = x[..., : num_blocks * _BLOCK].unflatten(2, (num_blocks, _BLOCK)), x[..., num_blocks * _BLOCK :]
@@ -136,6 +144,6 @@ def _first_tie(x: Tensor, best: Tensor) -> Tensor:
 
 
 def _is_single_group(group_a: Tensor, group_b: Tensor) -> bool:
-    """Return True if all tokens of each row belong to one group."""
-    first = group_a[:, :1]
-    return bool((group_a == first).all() and (group_b == first).all())
+    """Return True if all tokens of each row belong to one group, on the CPU."""
+    groups, others = group_a.numpy(), group_b.numpy()
+    return bool((groups == groups[:, :1]).all() and (others == groups[:, :1]).all())

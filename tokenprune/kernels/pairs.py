@@ -7,6 +7,7 @@ time. An entry then has the same value wherever and whenever it is computed, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -29,6 +30,11 @@ _TINY = 1e-12
 def is_finite(x: Tensor) -> Tensor:
     """Return True where all entries along the last axis are finite, bool."""
     return torch.linalg.vector_norm(x, torch.inf, dim=-1) < torch.inf
+
+
+def is_all_finite(x: Tensor) -> bool:
+    """Return True if all entries are finite. It synchronizes with a device, so call it on the CPU."""
+    return x.numel() == 0 or math.isfinite(torch.linalg.vector_norm(x, torch.inf).item())
 
 
 def normalize(x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -67,8 +73,8 @@ def distances(a: Tensor, b: Tensor) -> Tensor:
     points = b.double()
     first = points[:, :1]
     far, points = None if a is b else a.double() - first, points - first
-    norms = points.square().sum(2)
-    both = (norms if far is None else far.square().sum(2)).unsqueeze(2) + norms.unsqueeze(1)
+    norms = points.square().sum(2, keepdim=True)
+    both = (norms if far is None else far.square().sum(2, keepdim=True)) + norms.transpose(1, 2)
     squared = torch.baddbmm(both, points if far is None else far, points.transpose(1, 2), alpha=-2)
     return squared.mul_(squared > both.mul_(_CANCELLED)).sqrt_().float()
 

@@ -20,19 +20,22 @@ def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, max_count: int) -> 
     Ties go to the lower index, and NaN is lowest. The kernel selects the same tokens.
 
     Args:
-        score: Scores of each picker, float `[S, P, N]`.
+        score: Scores of each picker, float `[S, P, N]`, or `[S, N]` for a single picker.
         mask: Candidates, bool `[S, N]`.
-        count: Number of tokens of each picker, long `[S, P]`, limited to the available tokens.
+        count: Number of tokens of each picker, long `[S, P]` or `[S]`, limited to the available tokens.
         max_count: At least the maximum of `count`.
 
     Returns:
         Selected tokens, bool `[S, N]`.
     """
-    score = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
+    score = score.float()
     if score.device.type == "cpu":
         from tokenprune.kernels import host_loops
 
-        return host_loops.take_in_turn(score.detach(), mask, count)
+        return host_loops.take_in_turn(score, mask, count)
+    if score.ndim == 2:
+        score, count = score.unsqueeze(1), count.unsqueeze(1)
+    score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
     # Sort negated scores: unavailable tokens are NaN, which sorts last, so that -inf is a valid score.
     least = score.neg()
     rank, left = torch.arange(score.shape[2], device=score.device), mask
@@ -59,7 +62,7 @@ def top_mask(score: Tensor, mask: Tensor, count: Tensor, max_count: int) -> Tens
         >>> top_mask(score, mask, torch.tensor([1]), 1).tolist()
         [[False, True, False]]
     """
-    return take_in_turn(score[:, None], mask, count[:, None], max_count)
+    return take_in_turn(score, mask, count, max_count)
 
 
 def adjust_count(keep: Tensor, score: Tensor, mask: Tensor, count: Tensor) -> Tensor:

@@ -62,6 +62,8 @@ def _take(score, mask, count, taken, keys, P, N, segment, picker, token, BLOCK: 
 
 def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, max_count: int, *, block: int = 2048) -> Tensor:
     """See `take.take_in_turn`. `block` is the number of tokens per tile."""
+    if score.ndim == 2:
+        score, count = score.unsqueeze(1), count.unsqueeze(1)
     segments, pickers, width = score.shape
     taken = torch.zeros_like(mask, memory_format=torch.contiguous_format)
     if segments and width:

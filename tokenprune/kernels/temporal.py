@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.kernels.pairs import distances, is_finite, normalize
-from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.pairs import normalize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -300,55 +299,6 @@ def _add_remainder(floored: Tensor, claim: Tensor, total: Tensor, is_open: Tenso
     claim = torch.where(is_open, (claim * 1e9).round(), -torch.inf)
     rank = claim.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return floored + ((rank < total - floored.sum(1, keepdim=True)) & is_open).long()
-
-
-def density_peaks(
-    x: Tensor, mask: Tensor, count: Tensor, neighbours: int, max_count: int, capped: bool = False
-) -> Tensor:
-    """Select the density peaks of each segment as cluster centres (DPC-KNN).
-
-    The density of a token is `exp(-mean(d^2))` over its nearest neighbors, including itself. Its peak distance is the
-    distance to the nearest denser token, or the largest distance if no token is denser. Centres have the largest
-    products of both. Distances are Euclidean, divided by sqrt(D). Ties go to the lower index, and non-finite tokens
-    come last. Memory is O(N^2).
-
-    Args:
-        x: Tokens, `[S, N, D]`.
-        mask: Valid tokens, bool `[S, N]`.
-        count: Number of centres, long `[S]`.
-        neighbours: Number of neighbors in the density.
-        max_count: Maximum of `count`.
-        capped: Limit the neighbors to the number of centres.
-
-    Returns:
-        Centres, bool `[S, N]`.
-
-    Source:
-        Rodriguez and Laio, "Clustering by fast search and find of density peaks" (Science 344, 2014), with the density
-        of Du et al., "Study on density peaks clustering based on k-nearest neighbors and PCA" (2016).
-    """
-    num_tokens = x.shape[1]
-    usable = mask & is_finite(x)
-    barred = ~usable
-    points = x.float().masked_fill(barred.unsqueeze(-1), 0)
-    distance = distances(points, points) / x.shape[-1] ** 0.5
-    is_masked = barred.unsqueeze(1) | barred.unsqueeze(2)
-    distance = distance.masked_fill(is_masked, torch.inf)
-    neighbor_distances = distance.topk(min(neighbours, num_tokens), dim=2, largest=False).values.square()
-    known = neighbor_distances < torch.inf
-    if capped:
-        known &= torch.arange(neighbor_distances.shape[2], device=x.device) < count.clamp(min=1)[:, None, None]
-    # Log density, because the density of isolated tokens would underflow to 0.
-    density = -(neighbor_distances.masked_fill(~known, 0).sum(2) / known.sum(2).clamp(min=1)).masked_fill(
-        barred, torch.inf
-    )
-    order = density.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    # Only denser tokens count.
-    peak = distance.masked_fill(order.unsqueeze(1) >= order.unsqueeze(2), torch.inf).amin(2)
-    farthest = distance.masked_fill(is_masked, -torch.inf).amax(2)
-    peak = torch.where(peak < torch.inf, peak, farthest)
-    score = (density + peak.log()).clamp(min=torch.finfo(torch.float32).min)
-    return top_mask(score.masked_fill(barred, -torch.inf), mask, count, max_count)
 
 
 def _valid_steps(similarity: Tensor, frames: Tensor) -> Tensor:

@@ -123,8 +123,8 @@ def sum_text_attention(tokens: VisualTokens, weights: torch.Tensor) -> torch.Ten
     Returns:
         Attention per head, float32 (S, H, N). Images without text after them use the last prompt token.
     """
-    without_text, attention = ~tokens.text.mask.any(1), tokens.attention_from(weights)
+    mask, attention = tokens.text.mask, tokens.attention_from(weights)
     # On the CPU, reading the mask costs no synchronization and saves computing the last row.
-    if without_text.device.type == "cpu" and not without_text.any():
+    if mask.device.type == "cpu" and mask.numpy().any(axis=1).all():
         return attention
-    return torch.where(without_text[:, None, None], tokens.last_row_attention, attention)
+    return torch.where(mask.any(1)[:, None, None], attention, tokens.last_row_attention)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -52,7 +53,7 @@ class Tiles:
         """Largest number of tiles of an image, T."""
         return self.num_kept.shape[1] - 2
 
-    @property
+    @cached_property
     def is_patch(self) -> torch.Tensor:
         """Tokens that are patches, bool (S, N)."""
         return self.index < self.num_tiles

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
+from tokenprune.kernels.host_loops import is_valid_assignment
 from tokenprune.selection.method import Method, Selection
 from tokenprune.selection.segments import Segments
 
@@ -28,10 +29,11 @@ def validate_selection(selection: Selection, segments: Segments, method: Method)
         keep, counts = check_form(selection, segments, method), list(stated)
     else:
         keep, is_valid = _check_assign(selection, segments, method)
-        # One transfer for the counts and the validity.
-        values = keep.sum(1) if is_valid is None else torch.cat([keep.sum(1), is_valid.view(1)])
-        counts = values.tolist()
-        if is_valid is not None and not counts.pop():
+        if isinstance(is_valid, Tensor):  # one transfer for the counts and the validity
+            *counts, is_valid = torch.cat([keep.sum(1), is_valid.view(1)]).tolist()
+        else:
+            counts = keep.sum(1).tolist()
+        if not is_valid:
             raise TokenPruneError(_INVALID_ASSIGN.format(method.name))
     if method.min_tokens and not all(counts):
         raise TokenPruneError(
@@ -48,7 +50,7 @@ def validate_selection(selection: Selection, segments: Segments, method: Method)
 def check_keep(selection: Selection, segments: Segments, method: Method) -> Tensor:
     """Return the mask of kept tokens. Raise TokenPruneError if any part of the selection is invalid."""
     keep, is_valid = _check_assign(selection, segments, method)
-    if is_valid is not None and not bool(is_valid):
+    if not is_valid:
         raise TokenPruneError(_INVALID_ASSIGN.format(method.name))
     return keep
 
@@ -75,14 +77,13 @@ def check_form(selection: Selection, segments: Segments, method: Method) -> Tens
     return selection.keep & segments.mask if segments.has_padding else selection.keep
 
 
-def _check_assign(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, Tensor | None]:
-    """Return the mask of kept tokens, and a scalar bool tensor: True if `assign` refers only to kept tokens.
-
-    The second value is None if the selection has no `assign`.
-    """
+def _check_assign(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, Tensor | bool]:
+    """Return the mask of kept tokens, and whether `assign` refers only to kept tokens (on a device, a tensor)."""
     keep = check_form(selection, segments, method)
     if selection.assign is None:
-        return keep, None
+        return keep, True
+    if keep.device.type == "cpu":
+        return keep, is_valid_assignment(selection.assign, keep, segments.mask)
     target = selection.assign.masked_fill(~segments.mask, -1)
     in_range = (target >= -1) & (target < keep.shape[1])
     is_kept = (target < 0) | keep.gather(1, target.clamp(0, keep.shape[1] - 1))

@@ -92,7 +92,7 @@ class AttentionFromText(Observable):
         weights = weights.unsqueeze(1) if weights.ndim == 2 else weights
         parts = self._text_rows(source, text.segments, text.position, text.segments.position)
         total = add_up((rows * weights[..., part, None]).sum(2) for rows, part in parts)
-        return total.masked_fill(~text.segments.mask[:, None], 0)
+        return total.masked_fill(~text.segments.mask[:, None], 0) if text.segments.has_padding else total
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return uniform(sizes.segments, sizes.heads, sizes.text, sizes.tokens, generator=generator)
@@ -138,10 +138,14 @@ class AttentionFromText(Observable):
             part = slice(start, start + step)
             rows = source.text_rows.get(self.name)
             if rows is None:
-                rows = attention.rows(text_slots[:, part])[..., -width:]
+                rows = attention.rows(text_slots if step >= text_slots.shape[1] else text_slots[:, part])
+                rows = rows[..., -width:] if rows.shape[-1] > width else rows
                 if step >= text_slots.shape[1]:
                     source.text_rows[self.name] = rows
-            gathered = rows.gather(3, columns[:, None, None].expand(*rows.shape[:3], -1))
+            if len(columns) == 1:
+                gathered = rows.index_select(3, columns[0])
+            else:
+                gathered = rows.gather(3, columns[:, None, None].expand(*rows.shape[:3], -1))
             yield gathered if one_per_row else gathered.unflatten(3, (max_segments, -1))[row, :, :, ordinal], part
 
     def _rows(self, source: TokenSource, segments: Segments, position: Tensor) -> Iterator[tuple[Tensor, slice]]:

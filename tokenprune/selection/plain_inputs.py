@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,41 +40,40 @@ class PlainInputs:
         """Return one value per image. An array with more than `ndim` axes has an image axis."""
         if self.is_single:
             return [value]
-        if isinstance(value, (list, tuple)):
-            if len(value) != len(self.images):
-                raise OptionError(f"A list has {len(value)} entries for {len(self.images)} images. Pass one per image.")
-            return list(value)
-        return list(value) if getattr(value, "ndim", 0) > ndim else [value] * len(self.images)
+        if not isinstance(value, (list, tuple)) and getattr(value, "ndim", 0) <= ndim:
+            return [value] * len(self.images)
+        if len(value) != len(self.images):
+            raise OptionError(f"A list has {len(value)} entries for {len(self.images)} images. Pass one per image.")
+        return list(value)
 
     def add_layout(self, grid: Any, frames: Any) -> None:
         """Read the grid and the frames of each image."""
-        is_shared = isinstance(grid, (list, tuple)) and all(isinstance(size, int) for size in grid)
+        is_shared = isinstance(grid, (list, tuple)) and not any(
+            size is None or hasattr(size, "__len__") for size in grid
+        )
         grids = [grid] * len(self.images) if is_shared else self._per_image(grid, 1)
         facts = zip(self.counts, grids, self._per_image(frames, 0), strict=True)
-        for count, size, video in facts:
-            num_frames = len(video) if isinstance(video, (list, tuple)) else video
+        for count, sides, video in facts:
+            size = None if sides is None else read_grid(sides)
+            sizes = None if video is None else _read_frames(count, video)
+            num_frames = None if sizes is None else len(sizes)
             if num_frames is None and size is not None and len(size) == 3 and size[0] > 1:
-                num_frames = size[0]
+                num_frames, sizes = size[0], count_tokens_per_frame(count, size[0])
             if size is not None:
-                size = (num_frames or 1, *size) if len(size) == 2 else tuple(size)
+                size = (num_frames or 1, *size) if len(size) == 2 else size
                 if math.prod(size) != count:
                     raise OptionError(f"grid={size} does not have {count} cells. Pass the grid in tokens, or None.")
-            self.grids.append(size)
-            sizes = list(video) if isinstance(video, (list, tuple)) else None
-            if num_frames is not None and sizes is None:
-                sizes = count_tokens_per_frame(count, num_frames)
-            if num_frames is not None and (not sizes or sum(sizes) > count):
-                raise OptionError(f"frames={video!r} does not fit {count} rows. Pass the number of rows in each frame.")
+            self.grids.append(size)  # type: ignore[arg-type]  # three sides
             self.frames.append(sizes)
 
     def add_text(self, question: Any) -> None:
         """Read the text after each image, with padding."""
         if question is None:
             return
-        texts = [torch.as_tensor(text, device=self.device) for text in self._per_image(question, 2)]
+        texts = [self._read("question", text) for text in self._per_image(question, 2)]
         width = self.images[0].shape[1]
-        if any(text.ndim != 2 or text.shape[1] != width for text in texts):
-            raise OptionError(f"question must be [M, {width}], the embeddings of text tokens.")
+        if any(text.ndim != 2 or text.shape[1] != width or not text.is_floating_point() for text in texts):
+            raise OptionError(f"question must be float [M, {width}], the embeddings of text tokens.")
         mask = pad_rows([torch.ones(len(text), 1, dtype=torch.bool, device=self.device) for text in texts])[..., 0]
         self.text = {"hidden": pad_rows(texts), "mask": mask}
         self.text["embeddings"] = self.text["hidden"]
@@ -106,7 +107,11 @@ class PlainInputs:
         if observable.input is Input.TOWER_FEATURES and not observable.by_layer:
             if features is None:
                 raise self._missing("the output of the vision tower", "tower_features=, [N, Dv]")
-            return pad_rows([torch.as_tensor(rows, device=self.device) for rows in self._per_image(features, 2)])
+            rows = [self._read("tower_features", rows) for rows in self._per_image(features, 2)]
+            for image, count in zip(rows, self.counts, strict=True):
+                if image.ndim != 2 or len(image) != count:
+                    raise OptionError(f"tower_features must be [N, Dv] with N = {count}, not {list(image.shape)}.")
+            return pad_rows(rows)
         where = "dict {block: tensor} of the vision tower" if observable.by_layer else "tensor"
         raise self._missing(repr(observable.name), f"observables={{{observable.name!r}: ...}}, a {where}")
 
@@ -119,15 +124,24 @@ class PlainInputs:
             )
         values = {}
         for layer in layers:
-            rows = [torch.as_tensor(row, device=self.device) for row in self._per_image(by_layer[layer], 2)]
+            rows = [self._read("tower_attention", row) for row in self._per_image(by_layer[layer], 2)]
             rows = [row[None] if row.ndim == 1 else row for row in rows]
-            if [row.shape[-1] for row in rows] != self.counts:
-                raise OptionError(f"tower_attention must be [H, N] with N = {self.counts[0]} rows of the image.")
+            for row, count in zip(rows, self.counts, strict=True):
+                if row.ndim != 2 or row.shape[1] != count or len(row) != len(rows[0]):
+                    raise OptionError(
+                        f"tower_attention must be [N] or [H, N] with N = {count}, not {list(row.shape)}. All images "
+                        "need the same number of heads H."
+                    )
             values[layer] = pad_rows([row.T for row in rows]).transpose(1, 2)
         return values if observable.by_layer else values[layers[0]]
 
     def _to_tensor(self, value: Any) -> Any:
         return torch.as_tensor(value, device=self.device) if hasattr(value, "__array__") else value
+
+    def _read(self, name: str, value: Any) -> Tensor:
+        tensor = read_tensor(name, value).to(self.device)
+        check_finite(name, tensor)
+        return tensor
 
     def _missing(self, what: str, argument: str) -> OptionError:
         return OptionError(f"{self.method.name} needs {what}. Pass {argument}.")
@@ -156,6 +170,48 @@ class _FeatureSource(TensorSource):
         if any(grid is None for grid in segments.grids) and "patches" not in self.visual:
             raise OptionError(f"{self.method.name} needs the location of each row. Pass grid=, (height, width).")
         return super().patches(segments)
+
+
+def read_tensor(name: str, value: Any) -> Tensor:
+    """Return a tensor, or a CPU tensor of the values of a numpy array, whatever the default device is."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        array = np.asarray(value)
+        # torch needs the native byte order, positive strides and writable memory.
+        return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
+    except (TypeError, ValueError):
+        raise OptionError(f"{name} must be a tensor or a numpy array, not {type(value).__name__}.") from None
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """Raise OptionError if a row has NaN or infinite values: every method would select the wrong rows."""
+    damaged = int((~values.float().isfinite()).any(-1).sum())
+    if damaged:
+        raise OptionError(f"{damaged} rows of {name} have NaN or infinite values. Check the vision tower's output.")
+
+
+def read_grid(grid: Any) -> tuple[int, ...]:
+    """Return the sides of a grid: (height, width) or (frames, height, width)."""
+    try:
+        sides = tuple(map(operator.index, grid))
+    except TypeError:
+        sides = ()
+    if len(sides) not in (2, 3) or min(sides) < 1:
+        raise OptionError(f"grid={grid!r} is invalid. Pass (height, width) or (frames, height, width) in tokens.")
+    return sides
+
+
+def _read_frames(count: int, frames: Any) -> list[int]:
+    """Return the number of rows in each frame of a video with `count` rows."""
+    try:
+        is_list = isinstance(frames, (list, tuple))
+        sizes = [*map(operator.index, frames)] if is_list else count_tokens_per_frame(count, operator.index(frames))
+    except TypeError:
+        sizes = None
+    if not sizes or min(sizes) < 0 or sum(sizes) > count:
+        raise OptionError(f"frames={frames!r} does not fit {count} rows. Pass the number of rows in each frame.")
+    return sizes
 
 
 def pad_rows(rows: list[Tensor]) -> Tensor:

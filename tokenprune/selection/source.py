@@ -110,9 +110,13 @@ class TokenSource:
         cache = vars(self).setdefault("_flat_indices", [])
         indices = next((indices for key, size, indices in cache if key is position and size == width), None)
         if indices is None:
-            is_uncut = (slots := self.find_slots(position, segments)) is segments.position
-            indices = segments.flat_indices(width) if is_uncut else slots + segments.row_starts(width)
+            indices = self.find_slots(position, segments)
+            if len(values) > 1:
+                is_uncut = indices is segments.position
+                indices = segments.flat_indices(width) if is_uncut else indices + segments.row_starts(width)
             cache.append((position, width, indices))
+        if len(values) == len(indices) == 1:
+            return values.index_select(1, indices[0])
         # `index_select` of whole rows is much faster than indexing with two tensors.
         gathered: Tensor = values.flatten(0, 1).index_select(0, indices.flatten()).unflatten(0, indices.shape)
         return gathered

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -211,6 +212,20 @@ def test_numpy_arrays_and_lists_of_images() -> None:
     assert [len(image.kept) for image in batch] == [2, 2]
 
 
+def test_arrays_that_torch_does_not_read() -> None:
+    rows = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+    expected = tokenprune.reduce(rows, keep=4)
+    frozen = rows.copy()
+    frozen.setflags(write=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for same in (frozen, rows.astype(">f4"), np.asfortranarray(rows), rows[:, ::-1].copy()[:, ::-1]):
+            np.testing.assert_array_equal(tokenprune.reduce(same, keep=4).features, expected.features)
+    assert tokenprune.reduce(rows[::-1], keep=4).features.shape == (4, 8)
+    half = tokenprune.reduce([rows.astype("float16"), rows[:9].astype("float16")], "pool", keep=20)
+    assert [(image.features.dtype, len(image.kept)) for image in half] == [("float16", 16), ("float16", 9)]
+
+
 def test_keep_of_one_returns_the_rows() -> None:
     rows = torch.randn(16, 8)
     for info in PRE_LLM:
@@ -237,13 +252,66 @@ def test_the_seed_changes_random_methods_only() -> None:
     assert torch.equal(tokenprune.reduce(rows, keep=8, seed=1).kept, tokenprune.reduce(rows, keep=8).kept)
 
 
+DAMAGED = torch.eye(4)
+DAMAGED[1, 2] = float("nan")
 REFUSALS = {
     "integers": (lambda: tokenprune.reduce(torch.ones(4, 2, dtype=torch.long)), OptionError, "features must be float"),
     "no rows": (lambda: tokenprune.reduce(torch.ones(0, 2)), OptionError, "features must be float"),
     "widths": (lambda: tokenprune.reduce([torch.ones(4, 2), torch.ones(4, 3)]), OptionError, "same width"),
+    "no width": (lambda: tokenprune.reduce(torch.ones(4, 0)), OptionError, "features must be float"),
+    "sparse": (lambda: tokenprune.reduce(torch.eye(4).to_sparse()), OptionError, "features must be float"),
+    "NaN": (lambda: tokenprune.reduce(DAMAGED), OptionError, "1 rows of features have NaN or infinite values"),
+    "an empty image in a list": (
+        lambda: tokenprune.reduce([torch.ones(4, 2), torch.ones(0, 2)]), OptionError, "features must be float",
+    ),
     "grid": (lambda: tokenprune.reduce(torch.ones(6, 2), grid=(2, 2)), OptionError, "does not have 6 cells"),
+    "a number as grid": (lambda: tokenprune.reduce(torch.ones(4, 2), grid=2), OptionError, "grid=2 is invalid"),
+    "a negative grid": (lambda: tokenprune.reduce(torch.ones(4, 2), grid=(-2, -2)), OptionError, "is invalid"),
+    "four sides": (lambda: tokenprune.reduce(torch.ones(4, 2), grid=(1, 1, 2, 2)), OptionError, "is invalid"),
+    "negative frames": (
+        lambda: tokenprune.reduce(torch.ones(4, 2), "evs", frames=[-2, 6]), OptionError, "does not fit 4 rows",
+    ),
+    "text as frames": (lambda: tokenprune.reduce(torch.ones(4, 2), "evs", frames="2"), OptionError, "frames='2'"),
     "frames": (lambda: tokenprune.reduce(torch.ones(7, 2), "evs", frames=2), OptionError, "frames=2 does not fit 7"),
     "question": (lambda: tokenprune.reduce(torch.ones(4, 2), question=torch.ones(3, 5)), OptionError, r"\[M, 2\]"),
+    "text as question": (
+        lambda: tokenprune.reduce(torch.ones(4, 2), "cdpruner", question="what color?"), OptionError,
+        "question must be a tensor or a numpy array, not str",
+    ),
+    "token ids": (
+        lambda: tokenprune.reduce(torch.ones(4, 2), "cdpruner", question=torch.ones(3, 2, dtype=torch.long)),
+        OptionError, "question must be float",
+    ),
+    "attention of queries": (
+        lambda: tokenprune.reduce(torch.ones(4, 2), "scope", tower_attention=torch.ones(2, 4, 4)), OptionError,
+        r"N = 4, not \[2, 4, 4\]",
+    ),
+    "attention of other heads": (
+        lambda: tokenprune.reduce([torch.ones(4, 2)] * 2, "scope", tower_attention=[torch.ones(2, 4), torch.ones(4)]),
+        OptionError, "same number of heads",
+    ),
+    "attention of the second image": (
+        lambda: tokenprune.reduce([torch.ones(4, 2), torch.ones(3, 2)], "scope", tower_attention=[torch.ones(4)] * 2),
+        OptionError, "N = 3",
+    ),
+    "attention of three images": (
+        lambda: tokenprune.reduce([torch.ones(4, 2)] * 2, "scope", tower_attention=torch.ones(3, 2, 4)), OptionError,
+        "3 entries for 2 images",
+    ),
+    "a number as attention": (
+        lambda: tokenprune.reduce(torch.ones(4, 2), "scope", tower_attention=1.0), OptionError, "tower_attention",
+    ),
+    "tower features": (
+        lambda: tokenprune.reduce(
+            torch.ones(4, 2), "mmtok", question=torch.ones(3, 2), tower_features=torch.ones(5, 2)
+        ),
+        OptionError, "tower_features must be .* N = 4",
+    ),
+    "two methods": (
+        lambda: tokenprune.reduce(torch.ones(4, 2), ["divprune", "pool"]), OptionError,
+        "2 methods need tokenprune.patch",
+    ),
+    "rows": (lambda: tokenprune.reduce(torch.ones(4, 2), keep=2).apply(torch.ones(5, 2)), OptionError, r"\[4, C\]"),
     "attention": (
         lambda: tokenprune.reduce(torch.ones(4, 2), "scope", tower_attention=torch.ones(2, 5)), OptionError, "N = 4",
     ),
@@ -263,7 +331,7 @@ REFUSALS = {
         lambda: tokenprune.reduce(torch.ones(4, 2), keep=tokenprune.Budget(keep=0.5, per="prompt")), BudgetError,
         "tokens per image",
     ),
-    "text": (lambda: tokenprune.reduce("photo.jpg"), OptionError, "tensors or numpy arrays, not str"),
+    "text": (lambda: tokenprune.reduce("photo.jpg"), OptionError, "must be a tensor or a numpy array, not str"),
     "option": (lambda: tokenprune.reduce(torch.ones(4, 2), centre=True), OptionError, "did you mean 'center'"),
 }  # fmt: skip
 

@@ -103,7 +103,7 @@ def test_capacity_rule() -> None:
         assert length <= capacity < length + max(16, length / 4 + 1) and graphs.capacity(capacity) == capacity
 
 
-@pytest.mark.parametrize("images", [(1,), (1, 2)])
+@pytest.mark.parametrize("images", [(1,), (1, 2), (0, 2)])
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
 def test_next_turns(method: str, images: tuple[int, ...], build: Any) -> None:
     """Several questions on kept caches, in turn: one conversation does not disturb another."""

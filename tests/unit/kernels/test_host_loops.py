@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +14,17 @@ import torch
 from torch import Tensor
 
 from far_device import Far, counting
+from tokenprune.kernels.clusters import assign_to_centres
+from tokenprune.kernels.compact import partition
+from tokenprune.kernels.density import density_peaks
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.kernels.farthest import farthest
 from tokenprune.kernels.join import destinations, join
+from tokenprune.kernels.match import best_match
 from tokenprune.kernels.pairs import normalize
 from tokenprune.kernels.take import rank_in_group, take_in_turn
+from tokenprune.selection.apply import _check_assign
+from tokenprune.selection.method import Selection
 
 ROWS, TOKENS = 3, 40
 
@@ -39,8 +47,16 @@ def masks(seed: int) -> Tensor:
 def on_device(function: Callable[..., Any], *args: Any) -> list[Tensor]:
     """Return the results of the operations that run on other devices."""
     with counting():
+        function = move_keywords(function)
         results = function(*(Far(arg) if isinstance(arg, Tensor) else arg for arg in args))
         return [result.cpu() for result in (results if isinstance(results, tuple) else (results,))]
+
+
+def move_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(function, partial):
+        return function
+    keywords = {name: Far(value) if isinstance(value, Tensor) else value for name, value in function.keywords.items()}
+    return partial(function.func, **keywords)
 
 
 def same(function: Callable[..., Any], *args: Any) -> None:
@@ -82,6 +98,65 @@ def test_merges(weighted: bool) -> None:
         own_weight, target, weights = destinations(*arguments)
         x = torch.randn(ROWS * TOKENS, 8, generator=draw(seed + 4))
         same(join, x, keep.flatten().nonzero().flatten(), own_weight, torch.arange(len(x)), target, weights)
+
+
+def test_merges_without_weight() -> None:
+    """Targets whose weights are all 0 are copied, and so are all tokens if nothing is merged."""
+    x, keep, source = torch.randn(6, 4, generator=draw(0)), torch.tensor([0, 2, 5]), torch.tensor([1, 3, 4])
+    for target in ([0, 0, 1], [3, 3, 3], [1, 3, 1]):
+        for own_weight in ([0.0, 1.0, 0.0], [0.0, 0.0, 0.0]):
+            same(join, x, keep, torch.tensor(own_weight), source, torch.tensor(target), torch.tensor([0.0, 0.0, 0.5]))
+    same(join, x, None, torch.ones(6), source, torch.tensor([0, 2, 2]), torch.ones(3))
+
+
+def test_partition() -> None:
+    for seed in range(8):
+        same(partition, masks(seed))
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("unusable", ["", "padding", "infinite"])
+def test_density_peaks(unusable: str, capped: bool) -> None:
+    for seed in range(8):
+        x, mask = torch.randn(ROWS, TOKENS, 4, generator=draw(seed)), torch.ones(ROWS, TOKENS, dtype=torch.bool)
+        x[:, 5:15] = x[:, 4:5]
+        mask = masks(seed) if unusable == "padding" else mask
+        x[0, 3, 1] = math.inf if unusable == "infinite" else 0
+        count = torch.tensor([1, 5, 9])
+        same(density_peaks, x, mask, count, 7, 9, capped)
+        same(assign_to_centres, x, mask, density_peaks(x, mask, count, 7, 9, capped), 9)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("with_nan", [False, True])
+def test_best_match(with_nan: bool, groups: int) -> None:
+    for seed in range(8):
+        x, y = (torch.randn(ROWS, TOKENS, 8, generator=draw(seed + index)) for index in range(2))
+        y[:, 5:15] = y[:, 4:5]
+        x[0, 3, 1] = math.nan if with_nan else 0
+        group_x, group_y = (torch.randint(0, groups, (ROWS, TOKENS), generator=draw(index)) for index in range(2))
+        for allowed in (None, masks(seed)):
+            same(partial(best_match, group_a=group_x, group_b=group_y), x, y, allowed)
+        same(partial(best_match, exclude_self=True), y, y)
+
+
+def test_assignments() -> None:
+    """An entry is valid if it is -1, the index of a kept token, or padding."""
+    results = []
+    for seed in range(40):
+        keep = masks(seed) & masks(seed + 1)
+        assign = torch.where(keep, torch.arange(TOKENS), torch.randint(-1, 2, keep.shape, generator=draw(seed)) - 1)
+        assign[0, 7], mask = (-1, -2, TOKENS, 5)[seed % 4], masks(seed + 2)
+        keep[:, 0] = True
+        assign.clamp_(min=-1 if seed % 4 != 1 else -2)
+
+        def check(keep: Tensor, assign: Tensor, mask: Tensor) -> Tensor:
+            segments = SimpleNamespace(mask=mask, has_padding=True)
+            return torch.as_tensor(_check_assign(Selection(keep, assign), segments, SimpleNamespace(name="method"))[1])
+
+        same(check, keep, assign, mask)
+        results.append(bool(check(keep, assign, mask)))
+    assert 5 < sum(results) < 35
 
 
 @pytest.mark.parametrize("ridge", [0.0, 1.0])

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from each import each
+from tokenprune.kernels.density import density_peaks
 from tokenprune.kernels.take import adjust_count
 from tokenprune.kernels.temporal import (
     curvature,
-    density_peaks,
     find_segment_ends,
     find_static_segment_ends,
     frame_means,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import tokenprune
+from tokenprune_bench.errors import RunError
 from tokenprune_bench.recommend.advice import load_advice
 from tokenprune_bench.results import read_records
 from tokenprune_bench.tuning.candidates import build_grid, load_comparison_methods
@@ -85,8 +86,15 @@ def test_what_is_there_is_not_asked_again(
 def test_rows_of_other_questions_are_not_mixed(rows: Path, call: Callable[..., int], capsys: Any) -> None:
     before, two = rows.read_bytes(), ["--questions", 2, "--device", "cpu", "--methods", "fastv"]
     assert call("ask", "--model", "demo_vlm", *two, "--out", rows) == 2
-    assert "has other questions or another model" in capsys.readouterr().err
+    assert "has other questions. Pass the same options" in " ".join(capsys.readouterr().err.split())
     assert rows.read_bytes() == before
+
+
+def test_rows_of_another_dtype_are_not_mixed(rows: Path, script: Any) -> None:
+    header = read_records(rows)[0]
+    other = header | {"environment": header["environment"] | {"dtype": "bfloat16"}}
+    with pytest.raises(RunError, match=r"has dtype float32, not bfloat16\. Pass the same options"):
+        script.Rows(rows, other)
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,7 @@ class SparseVLM(SharedBudgetCuts):
         return min(num_clusters, keep - 1)
 
     def _score(self, tokens: VisualTokens) -> torch.Tensor:
-        raters = self._get_raters(tokens)
-        weights = uniform_weights(raters)
+        weights = self._get_word_weights(tokens)
         if self.version == "1":
             return sum_text_attention(tokens, weights).mean(1)
         has_text = tokens.text.mask.any(1)[:, None, None]
@@ -133,17 +132,18 @@ class SparseVLM(SharedBudgetCuts):
                           self.heads)  # fmt: skip
         return votes.masked_fill(~chosen[:, :, None], 0).sum(1) / chosen.sum(1, keepdim=True)
 
-    def _get_raters(self, tokens: VisualTokens) -> torch.Tensor:
-        """Return the rating words, shape (segments, words), bool. Computed at the first cut."""
-        if "raters" not in tokens.carry:
+    def _get_word_weights(self, tokens: VisualTokens) -> torch.Tensor:
+        """Return equal weights of the rating words, shape (segments, words), float32. Computed at the first cut."""
+        if "weights" not in tokens.carry:
             visual, text, text_mask = tokens.embeddings.float(), tokens.text.embeddings.float(), tokens.text.mask
             similarity = (visual @ text.transpose(1, 2)).masked_fill(~text_mask[:, None], -torch.inf).softmax(2)
             similarity = similarity.masked_fill(~tokens.mask[:, :, None], 0).sum(1) / tokens.mask.sum(1, keepdim=True)
             similarity = similarity.nan_to_num(nan=0.0)
             mean = similarity.sum(1, keepdim=True) / text_mask.sum(1, keepdim=True).clamp(min=1)
             above = text_mask & (similarity > mean)
-            tokens.remember("raters", torch.where(above.any(1, keepdim=True), above, text_mask), per_token=False)
-        return tokens.carry["raters"]
+            raters = torch.where(above.any(1, keepdim=True), above, text_mask)
+            tokens.remember("weights", uniform_weights(raters), per_token=False)
+        return tokens.carry["weights"]
 
 
 def _compute_position_effect(tokens: VisualTokens) -> torch.Tensor:

@@ -61,6 +61,9 @@ _REASONS_IN_VLLM = {
         "ColPaliForRetrieval ColQwen3 ColQwen3_5 OpsColQwen3Model ColModernVBertForRetrieval"
     ),
     "images enter through cross-attention, not as tokens of the prompt": "NemotronParseForConditionalGeneration",
+    "the processor lists the role (patch or delimiter) of each image token separately, and the list would keep the "
+    "unpruned length": "DeepseekV41ForCausalLM DeepseekV4ForConditionalGeneration",
+    "transformers has no model to compare results with": "KimiK3ForConditionalGeneration",
 }
 
 

@@ -25,7 +25,6 @@ from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.forward.token_state import StageMemory, TokenState, gather_token_mask, gather_tokens
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 from tokenprune.integrations.hf.towers.attention_scores import EncodedTokens
-from tokenprune.kernels.compact import partition
 from tokenprune.kernels.observation import Observation
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.apply import validate_selection
@@ -228,8 +227,12 @@ class DecoderSource(TokenSource):
             self.call.notes.append(text)
 
     def find_slots(self, position: Tensor, segments: Segments) -> Tensor:
-        layout = self.state.layout
-        return position if layout.is_uncut else layout.inverse[segments.row_index, position].clamp(min=0)
+        state = self.state
+        if state.layout.is_uncut:
+            return position
+        if position is state.segments.position:
+            return state.visual_slots
+        return state.layout.inverse[segments.row_index, position].clamp(min=0)
 
     def gather(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
         return super().gather(values.to(self.hidden.device), position, segments)
@@ -291,11 +294,10 @@ class DecoderSource(TokenSource):
 
     def _text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         # The width is the same for all images of a row: the text after the row's first placeholder, known on the host.
-        text, width = self.call.prompt.text_after_image
-        text = to_device(text, self.hidden.device)
-        order, row = partition(text)[:, :width], segments.row_index.squeeze(1)
+        row = segments.row_index.squeeze(1)
+        order, is_text = (to_device(values, self.hidden.device)[row] for values in self.call.prompt.text_after_image)
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
-        order, mask = order[row], text.gather(1, order)[row] & (order[row] > last)
+        mask = is_text & (order > last)
         # Padding points at a kept token, because dropped tokens lack a slot.
         return torch.where(mask, order, segments.position[:, :1]), mask
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenprune.kernels.compact import partition
 from tokenprune.kernels.transfer import FIFOCache
 
 _PROMPTS = FIFOCache()
@@ -108,11 +109,15 @@ class PromptInfo:
         return (self.is_real | self.is_visual).sum(1).tolist()
 
     @cached_property
-    def text_after_image(self) -> tuple[Tensor, int]:
-        """Mask of the text after the first placeholder of each row, shape (batch, length), bool, and the largest number
-        of such tokens in a row, including padding (at least 1)."""
+    def text_after_image(self) -> tuple[Tensor, Tensor]:
+        """Indices of the text after the first placeholder of each row, shape (batch, tokens), int64, and their mask.
+
+        The number of tokens is that of the longest row, including padding (at least 1).
+        """
         after = (self.is_visual.cumsum(1) > 0) & ~self.is_visual
-        return after & self.is_real, max(1, int(after.sum(1).max()))
+        text = after & self.is_real
+        order = partition(text)[:, : max(1, int(after.sum(1).max()))]
+        return order, text.gather(1, order)
 
     @cached_property
     def last_index(self) -> list[int]:

@@ -178,13 +178,20 @@ class TokenState:
             return self
         return TokenState(self.segments.to(device), self.layout.to(device), self.extras, self.memories)
 
+    @cached_property
+    def visual_slots(self) -> Tensor:
+        """Slot of each visual token, shape (segments, tokens), int64."""
+        segments, layout = self.segments, self.layout
+        if layout.is_uncut:
+            return segments.position
+        return layout.inverse[segments.row_index, segments.position].clamp(min=0)
+
     def flat_indices(self) -> Tensor:
         """Return the index of each visual token in the flattened batch, shape (segments, tokens), int64."""
         segments, layout = self.segments, self.layout
         if layout.is_uncut:
             return segments.flat_indices(layout.width)
-        row = segments.row_index
-        return layout.inverse[row, segments.position] + row * layout.width
+        return self.visual_slots + segments.row_starts(layout.width)
 
     def cut(
         self, keep: Tensor, num_kept: list[int], flat_indices: Tensor, padding: Tensor | None, cut_extras: CutExtras
@@ -210,7 +217,7 @@ class TokenState:
             # PADDING > True, VISUAL > False, and TEXT is never greater: one comparison drops both kinds.
             dropped = kind > keep.take(token_index)
         else:
-            dropped = _scatter(segments.mask ^ keep, flat_indices, layout.index.shape, segments.mask)
+            dropped = _scatter(segments, flat_indices, layout.index.shape, segments.mask ^ keep)
             if layout.valid is not None:
                 dropped |= ~layout.valid
 
@@ -230,15 +237,17 @@ def _classify_slots(
 ) -> tuple[Tensor, Tensor]:
     """Return the visual token index and the kind (TEXT, VISUAL or PADDING) of each slot, both (batch, width)."""
     indices = torch.arange(flat_indices.numel(), device=flat_indices.device)
-    token_index = _scatter(segments.mask, flat_indices, shape, indices)
-    kind = _scatter(segments.mask, flat_indices, shape, torch.full_like(flat_indices, VISUAL, dtype=torch.uint8))
+    token_index = _scatter(segments, flat_indices, shape, indices)
+    kind = _scatter(segments, flat_indices, shape, torch.full_like(flat_indices, VISUAL, dtype=torch.uint8))
     return token_index, kind if padding is None else kind.masked_fill(to_device(padding, kind.device), PADDING)
 
 
-def _scatter(mask: Tensor, flat_indices: Tensor, shape: torch.Size, values: Tensor) -> Tensor:
-    """Scatter `values` where `mask` is true into a zero tensor of `shape`."""
-    # Masked-out values go to one extra element at the end. Boolean indexing would synchronise with the device.
-    target = torch.where(mask, flat_indices, shape.numel()).flatten()
+def _scatter(segments: Segments, flat_indices: Tensor, shape: torch.Size, values: Tensor) -> Tensor:
+    """Scatter the values of visual tokens into a zero tensor of `shape`."""
+    if not segments.has_padding:
+        return values.new_zeros(shape.numel()).scatter_(0, flat_indices.flatten(), values.flatten()).view(shape)
+    # Values of padding go to one extra element at the end. Boolean indexing would synchronise with the device.
+    target = torch.where(segments.mask, flat_indices, shape.numel()).flatten()
     return values.new_zeros(shape.numel() + 1).scatter_(0, target, values.flatten())[:-1].view(shape)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenprune.budgets.video import Clip
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import align_per_image, get_record
-from tokenprune.kernels.compact import partition
+from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.frames import count_tokens_per_frame, split_into_frames
 from tokenprune.selection.segments import Segments
@@ -269,11 +269,15 @@ class KeptTokens:
     @cached_property
     def mask(self) -> Tensor:
         """False for padding, shape like `order`, bool."""
-        device = self.keep.device
-        return (
-            torch.arange(max(self.counts), device=device)
-            < to_device(self.select_segments(self.counts), device)[:, None]
-        )
+        device, counts = self.keep.device, self.select_segments(self.counts)
+        if not self.has_padding:
+            return torch.ones(len(counts), counts[0], dtype=torch.bool, device=device)
+        return torch.arange(max(self.counts), device=device) < to_device(counts, device)[:, None]
+
+    @cached_property
+    def has_padding(self) -> bool:
+        """True if the remaining segments have different numbers of kept tokens."""
+        return len(set(self.select_segments(self.counts))) != 1
 
     @property
     def drops_segments(self) -> bool:
@@ -290,10 +294,11 @@ class KeptTokens:
 
     def gather(self, values: Tensor) -> Tensor:
         """Gather values of the kept tokens from shape (segments, tokens, ...). Padding is zero."""
-        values = self.select_segments(values)
-        order, mask = self.order.to(values.device), self.mask.to(values.device)
-        rows = torch.arange(len(order), device=values.device)[:, None]
-        return values[rows, order].masked_fill(~mask.view(*mask.shape, *[1] * (values.ndim - 2)), 0)
+        gathered = gather_tokens(self.select_segments(values), self.order.to(values.device), 1)
+        if not self.has_padding:
+            return gathered
+        mask = self.mask.to(values.device)
+        return gathered.masked_fill(~mask.view(*mask.shape, *[1] * (values.ndim - 2)), 0)
 
 
 def drop_tokens(segments: Segments, kept: KeptTokens) -> Segments:
@@ -302,8 +307,9 @@ def drop_tokens(segments: Segments, kept: KeptTokens) -> Segments:
     grids = [g if new == old else None for g, new, old in zip(segments.grids, counts, segments.counts, strict=True)]
     facts = (segments.row, segments.ordinal, counts, grids, segments.modality, update_frames(segments, counts))
     row, ordinal, counts, *about = map(kept.select_segments, facts)
-    # Padding must point at a kept token.
-    return Segments(row, ordinal, counts, torch.where(kept.mask, position, position[:, :1]), kept.mask, *about)
+    if kept.has_padding:  # padding must point at a kept token
+        position = torch.where(kept.mask, position, position[:, :1])
+    return Segments(row, ordinal, counts, position, kept.mask, *about)
 
 
 def update_frames(segments: Segments, counts: list[int]) -> list[list[int] | None]:

@@ -142,10 +142,10 @@ class BlockReader(Part):
                 f"{self.name}: some blocks of the vision tower did not call their attention function. {AFTER_THE_TOWER}"
             )
         on_one_axis = self.adapter.family.patches in ("runs", "sized")
-        layers = [
-            torch.cat([piece.flatten(0, 1) for piece in pieces])[None] if on_one_axis else torch.cat(pieces)
-            for pieces in state.values()
+        calls = [
+            [piece.flatten(0, 1)[None] for piece in pieces] if on_one_axis else pieces for pieces in state.values()
         ]
+        layers = [torch.cat(pieces, int(on_one_axis)) if len(pieces) > 1 else pieces[0] for pieces in calls]
         traced = trace_tokens(self.adapter, encoding.modality, encoding.on_host, count_features(output), layers, packed)
         encoded = TowerValues.from_scores(traced, self.blocks, state, [x.shape[-1] for x in layers])
         if self.pixel_observables:

@@ -178,7 +178,9 @@ def _tiles(source: PatchSource, arguments: dict[str, Any], total: int | None, sc
     if not side or side * side * (tokens - leading) != patches or grid[0] % side or grid[1] % side:
         return None
     height, width = grid[0] // side, grid[1] // side
-    mean = scores.view(rows, height, side, width, side, channels).mean((2, 4)).view(rows, -1, channels)
+    mean = scores
+    if side > 1:
+        mean = scores.view(rows, height, side, width, side, channels).mean((2, 4)).view(rows, -1, channels)
     cells = _grid_cells(rows, height, width, side * side, scores.device).view(rows, -1, 6)
     if leading:
         mean = torch.nn.functional.pad(mean, (0, 0, 1, 0))
