@@ -24,7 +24,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +33,12 @@ from typing import Any
 import calm_threads  # noqa: F401
 import numpy as np
 import torch
-from common import RESULTS, fill_page
-from PIL import Image
+from common import RESULTS
 from rich.console import Console
 
 import tokenprune
 from tokenprune.selection.method import Site
 from tokenprune_bench.metrics import get_metric
-from tokenprune_bench.paired import Answers, compare_paired
 from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.drawn_sets import draw_set
 from tokenprune_demo.heldout import load_heldout
@@ -48,10 +46,7 @@ from tokenprune_demo.heldout import load_heldout
 TRAINING = Path(__file__).parent / "training"
 sys.path[:0] = [str(TRAINING / "qwen"), str(TRAINING / "smol"), str(TRAINING.parent / "selector")]
 
-SEED = 20261128  # of the training pairs
 RAW = RESULTS / "learned.jsonl"
-PAGE = Path(__file__).parents[2] / "docs/results/methods.md"
-BEGIN, END = "<!-- learned:begin (python benchmarks/experiments/learned.py page) -->", "<!-- learned:end -->"
 KEEPS = (0.11, 0.05, 0.25)
 TARGETS = ("attention", "gradient", "topk")
 DIVERSITIES = (0.0, 1.0, 3.0)
@@ -71,47 +66,6 @@ FREE = {
     "demo_qwen": ("divprune", "cdpruner", "mmtok", "scope", "random", "downsample"),
     "demo_smol": ("divprune", "cdpruner", "mmtok", "otprune", "random", "downsample"),
 }
-
-
-class Pairs(Sequence[dict[str, Any]]):
-    """Model arguments of drawn pairs of an image and a question. Pair `index` depends on the seed and `index` only."""
-
-    def __init__(self, subject: Model, name: str, count: int) -> None:
-        self.subject, self.name, self.count = subject, name, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < self.count:
-            raise IndexError(index)
-        image, question = draw_pair(self.name, index)
-        return self.subject.inputs([image], [question])
-
-
-def draw_pair(name: str, index: int) -> tuple[Image.Image, str]:
-    """Return a training image of a model and a question about it. Things are left out: their drawings are a font's."""
-    import native_scenes
-
-    native_scenes.Canvas.thing = lambda *arguments: None
-    for attempt in range(100):
-        rng = np.random.default_rng((SEED, index, attempt))
-        if name == "demo_smol":
-            import smol_scenes
-
-            sort = str(rng.choice(("shapes", "photo"), p=(0.7, 0.3)))
-            scene = smol_scenes.draw(rng, smol_scenes.photographs("train"), sort)
-        else:
-            import make_heldout_native
-
-            width, height, scale = make_heldout_native.size(rng, index)
-            scene = native_scenes.draw_native(rng, width, height, scale, native_scenes.photographs("train"))
-        # Each kind is equally likely, so that kinds with many questions do not crowd out the others.
-        kind = str(rng.choice(TRAINED[name]))
-        questions = [question.text for question in scene.questions if question.kind == kind]
-        if questions:
-            return Image.fromarray(scene.pixels[0]), questions[int(rng.integers(len(questions)))]
-    raise AssertionError(f"no question of the trained kinds in 100 scenes for pair {index}")
 
 
 def find_set(name: str, example: Any) -> str:
@@ -219,11 +173,12 @@ def append(record: dict[str, Any]) -> None:
 def fit(args: argparse.Namespace, subject: Model, console: Console) -> None:
     """Fit all requested selectors to the same observations, which are stored beside them."""
     from selector_fitting import fit_learned
+    from selector_pairs import Pairs
     from selector_targets import Observations
 
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
-    pairs = Pairs(subject, args.model, args.pairs or PAIRS[args.model])
+    pairs = Pairs(subject, args.model, TRAINED[args.model], args.pairs or PAIRS[args.model])
     observed, store = Observations(subject.model, pairs, subject.max_new_tokens), args.out / f"{args.model}-observed.pt"
     if store.exists():
         observed.samples = torch.load(store, weights_only=False)
@@ -333,63 +288,6 @@ def measure_time(args: argparse.Namespace, subject: Model, console: Console) -> 
     console.print(record)
 
 
-def write_page(*_: Any) -> None:
-    """Fill the section of the page from the raw file."""
-    rows = [json.loads(line) for line in RAW.read_text().splitlines()]
-    fill_page(PAGE, BEGIN, END, "\n\n".join(format_model(name, rows) for name in TRAINED if any_of(name, rows)))
-
-
-def any_of(name: str, rows: list[dict[str, Any]]) -> bool:
-    return any(row["record"] == "result" and row["model"] == name for row in rows)
-
-
-def format_model(name: str, rows: list[dict[str, Any]]) -> str:
-    """Return the paragraph and the table of a model: gains over divprune by keep and set of questions."""
-    results = {(row["setting"], row["keep"]): row["right"] for row in rows
-               if row["record"] == "result" and row["model"] == name}  # fmt: skip
-    keeps = sorted({keep for label, keep in results if label == "divprune"}, reverse=True)
-    labels = list(dict.fromkeys(label for label, _ in results if label not in ("unpatched", "divprune")))
-    parts = [part for part, right in results["divprune", keeps[0]].items() if right]
-    unpatched = results["unpatched", 1.0]
-    counts = ", ".join(f"{len(unpatched[part])} {part} (unpatched {_share(unpatched[part])} %)" for part in parts)
-    lines = [
-        f"{name}, in this order: {counts}. First row: correct in %; others: gains in points, bold if the 95 % interval "
-        "excludes 0. By `python benchmarks/experiments/learned.py`; "
-        "[raw data](../../benchmarks/results/learned.jsonl).",
-        "",
-        "| method | " + " | ".join(f"{100 * keep:g} %" for keep in keeps) + " |",
-        "|---|" + "---|" * len(keeps),
-        "| `divprune` | "
-        + " | ".join(", ".join(_share(results["divprune", keep][part]) for part in parts) for keep in keeps)
-        + " |",
-    ]
-    for label in labels:
-        cells = []
-        for keep in keeps:
-            right = results.get((label, keep))
-            gains = [] if right is None else [_gain(right[part], results["divprune", keep][part]) for part in parts]
-            cells.append(", ".join(gains))
-        shown = label.replace(", diversity 1", "") if label.startswith("learned") else f"`{label}`"
-        lines.append(f"| {shown} | " + " | ".join(cells) + " |")
-    for row in rows:
-        if row["record"] == "time" and row["model"] == name:
-            ratios = ", ".join(f"{label} {ratio}" for label, ratio in row["ratios"].items() if label != "divprune")
-            lines += ["", f"CPU time of the choice among {row['tokens']} tokens, relative to `divprune`: {ratios}."]
-    return "\n".join(lines)
-
-
-def _share(right: str) -> str:
-    return f"{100 * right.count('1') / len(right):.1f}"
-
-
-def _gain(ours: str, theirs: str) -> str:
-    """Return the gain in points, bold if its 95 % interval excludes 0."""
-    first, second = (Answers([[float(x) for x in right]], [right]) for right in (ours, theirs))
-    gap = compare_paired(first, second)
-    text = f"{100 * gap.difference:+.1f}"
-    return f"**{text}**" if gap.low > 0 or gap.high < 0 else text
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("fit", "ask", "time", "page"))
@@ -405,7 +303,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/learned"))
     args = parser.parse_args()
     if args.command == "page":
-        write_page()
+        from selector_page import write_page
+
+        write_page(RAW)
         return
     run = {"fit": fit, "ask": ask, "time": measure_time}[args.command]
     run(args, load_model(args.model, device="cpu"), Console(width=160))
