@@ -226,6 +226,14 @@ def measured_speed() -> Iterator[Entry]:
             share = round(record["keep"] / record["visual"], 3)
             size = float(header["parameters"])
             yield timed(record["method"], None, share, text, "cpu/efficiency.jsonl", size=size)
+    header, records = rows.quiet(RESULTS / "cpu/before_pixels.jsonl")
+    by_way = {row["way"]: row["ms"] for row in records if (row["megapixels"], row["cores"]) == (12, 1)}
+    if by_way:
+        text = (
+            f"{by_way['unpatched']:.0f} to {by_way['budget before pixels']:.0f} ms to decode and preprocess a "
+            "JPEG of 12 megapixels on a core for Qwen2.5-VL, with max_visual_tokens=320"
+        )
+        yield timed("divprune", "clients", None, text, "cpu/before_pixels.jsonl")
     served = rows.lines(RESULTS / "serving.jsonl")
     if served:
         best = max(served, key=lambda row: (row["concurrency"], row["speedup"]))

@@ -24,6 +24,7 @@ import kernel_page  # noqa: E402
 import landing_page  # noqa: E402
 import method_pages  # noqa: E402
 import performance  # noqa: E402
+import pixels_page  # noqa: E402
 import recover_page  # noqa: E402
 import restore_page  # noqa: E402
 import rows  # noqa: E402
@@ -206,6 +207,7 @@ PAGES = {
         "scaling": performance.scaling,
         "memory": performance.memory,
         "gpu": performance.gpu,
+        "pixels": pixels_page.pixels,
         "first-token": tower_page.first_token,
     },
     "docs/results/kernels.md": {

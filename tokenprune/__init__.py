@@ -19,6 +19,7 @@ _NAMES = {
     "tokenprune.integrations.reduction": ("reduce",),
     "tokenprune.integrations.hf.pixels.api": ("patch_processor", "unpatch_processor"),
     "tokenprune.integrations.hf.pixels.loading": ("load_image",),
+    "tokenprune.integrations.hf.pixels.video_files": ("load_video",),
     "tokenprune_bench.recommend.recommendation": ("recommend",),
     "tokenprune_bench.profiling.model": ("demo_model",),
     "tokenprune_bench.show.side_by_side": ("plot",),
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.guard.settings import Guard
     from tokenprune.integrations.hf.pixels.api import patch_processor, unpatch_processor
     from tokenprune.integrations.hf.pixels.loading import load_image
+    from tokenprune.integrations.hf.pixels.video_files import load_video
     from tokenprune.integrations.reduction import reduce
     from tokenprune.methods.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.models.token_counts import count_visual_tokens

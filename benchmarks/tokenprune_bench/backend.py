@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+from PIL import Image
+
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune.selection.method import Site
@@ -210,8 +212,13 @@ class HfBackend:
         if batch[0].is_video:
             return self.subject.video_inputs(batch[0].video, batch[0].question)
         labels = [getattr(example, "labels", ()) for example in batch]
-        images, questions = [example.images for example in batch], [example.question for example in batch]
+        images, questions = list(map(self._read_images, batch)), [example.question for example in batch]
         return self.subject.inputs(images, questions, labels if any(labels) else ())
+
+    def _read_images(self, question: Any) -> Sequence[Image.Image]:
+        """Return the images of a question. Files of the user are decoded at the scale that the processor needs."""
+        load = getattr(question, "load_images", None)
+        return question.images if load is None else load(self.subject.processor)
 
 
 def get_backend(subject: Model | BenchBackend) -> BenchBackend:

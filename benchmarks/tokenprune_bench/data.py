@@ -71,8 +71,16 @@ class Question:
         Raises:
             DataError: If an image cannot be read.
         """
+        return self.load_images(None)
+
+    def load_images(self, processor: Any) -> tuple[Image.Image, ...]:
+        """Read the images for a processor. See `read_image`.
+
+        Raises:
+            DataError: If an image cannot be read.
+        """
         try:
-            return tuple(map(read_image, self.sources))
+            return tuple(read_image(source, processor) for source in self.sources)
         except RowError as error:
             raise DataError(f"{self.where}: {error}") from error
 

@@ -29,6 +29,7 @@ class InputImage:
         count: Function from (height, width) to the number of visual tokens. None if the processor is not supported.
         question: Question of the prompt if the method sets `reads_question`, else an empty string.
         full_size: (height, width) of the file, if the image was decoded at a smaller size.
+        resized_from: (height, width) of the file, if `tokenprune.load_image` has resized the image already.
 
     Examples:
         >>> InputImage(image).size
@@ -42,6 +43,7 @@ class InputImage:
     count: Callable[[int, int], int] | None = None
     question: str = ""
     full_size: tuple[int, int] | None = None
+    resized_from: tuple[int, int] | None = None
 
     @cached_property
     def size(self) -> tuple[int, int]:
@@ -56,7 +58,7 @@ class InputImage:
     @cached_property
     def tokens(self) -> int:
         """Number of visual tokens without resizing. Number of pixels if tokens cannot be counted."""
-        height, width = self.size
+        height, width = self.resized_from or self.size
         return height * width if self.count is None else self.count(height, width)
 
     @cached_property

@@ -29,13 +29,11 @@ from tokenprune_bench.cli.common import (
     print_one_table,
     show_progress,
 )
+from tokenprune_bench.recommend.advice import PROCESSOR_LIMIT, describe_limit
 
 if TYPE_CHECKING:
     from tokenprune.cli.table import Table
     from tokenprune.settings import Setting
-
-
-PROCESSOR_LIMIT = 0.3  # share of the time to first token from which a hint is printed
 
 
 def profile(
@@ -130,8 +128,8 @@ def profile(
             _print_table(build_stage_table(result), details)
             if max_visual_tokens is None and result.processor_share >= PROCESSOR_LIMIT:
                 say(
-                    f"The processor takes {result.processor_share:.0%} of the time to the first token. Limit the "
-                    "image before it: --max-visual-tokens 320, and tokenprune.load_image for JPEG files.",
+                    f"The processor takes {result.processor_share:.0%} of the time to the first token. "
+                    f"{describe_limit()}",
                     "dim",
                 )
             for share in shares if details else ():

@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 
+import tokenprune
 from tokenprune.errors import TokenPruneError
 
 _UNKNOWN = "Pillow does not know its format"
@@ -77,15 +79,33 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:150]}... ({len(text)} letters)"
 
 
-def read_image(source: Source) -> Image.Image:
+def read_image(source: Source, processor: Any = None) -> Image.Image:
     """Read an image as RGB, or the first frame of an animation.
+
+    Args:
+        source: The image.
+        processor: Processor that takes the image. If it is patched with a number of tokens, a JPEG is decoded by
+            `tokenprune.load_image`, at the scale that this number needs.
 
     Raises:
         RowError: If the file cannot be read.
+        TokenPruneError: If the number of tokens does not fit the image.
     """
     data = source.read()
     with _reading(source.name, "image"), Image.open(_opened(data)) as image:
-        return _rgb(image)
+        if not (isinstance(image, JpegImageFile) and _has_limit(processor)):
+            return _rgb(image)
+    # Not inside of `_reading`: errors of the budget concern the setting and not the file.
+    return tokenprune.load_image(data, processor=processor)
+
+
+def _has_limit(processor: Any) -> bool:
+    """Return whether a processor is patched with a number of tokens."""
+    if processor is None:
+        return False
+    from tokenprune.integrations.hf.pixels.marker import find_patch  # imports torch
+
+    return getattr(getattr(find_patch(processor), "resizer", None), "max_tokens", None) is not None
 
 
 def get_image_size(source: Source) -> tuple[int, int]:

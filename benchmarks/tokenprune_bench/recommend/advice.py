@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).parent
 QUESTIONS, STEP, SIZE = 500, 2.0, 3.0
 REFERENCE = 7e9  # decoder parameters to grade for without a model, as on pages
+PROCESSOR_LIMIT = 0.3  # share of the time to the first token from which the processor counts as the bottleneck
 NONE = "no evidence: `tune` on your questions"
 
 
@@ -65,6 +66,7 @@ class Advice:
         reason: The main reason.
         reason_page: Page that supports the reason.
         questions: Kinds of evidence that apply.
+        max_visual_tokens: Maximum number of tokens per image before the method selects tokens.
         guard: Kind of question that needs guard="auto", "" for none.
         instead: Row for families that do not support the method.
         note: Additional note.
@@ -79,6 +81,7 @@ class Advice:
     reason: str
     reason_page: str
     questions: tuple[str, ...]
+    max_visual_tokens: int | None = None
     guard: str = ""
     instead: str = "general"
     note: str = ""
@@ -88,7 +91,7 @@ class Advice:
     @property
     def more(self) -> str:
         """Remaining arguments of `patch`, as Python."""
-        return 'guard="auto", processor=processor' if self.guard else ""
+        return describe_more("auto" if self.guard else "", self.max_visual_tokens)
 
     @property
     def served_keep(self) -> float:
@@ -102,7 +105,8 @@ class Advice:
         """The method at its keep."""
         from tokenprune.settings import Setting  # imports torch, which the command's help does not need
 
-        return Setting.from_json({"method": self.method, "keep": self.keep})
+        limit = {} if self.max_visual_tokens is None else {"max_visual_tokens": self.max_visual_tokens}
+        return Setting.from_json({"method": self.method, "keep": self.keep} | limit)
 
     def evidence(self, size: float = REFERENCE) -> tuple[list[Evidence], list[Evidence]]:
         """Return the evidence at this keep and kind of question, and other evidence, each with the nearest keep first.
@@ -125,6 +129,26 @@ class Advice:
         """Sort key: the same questions first, then the ratio of the keeps."""
         ratio = 1.0 if entry["keep"] is None else entry["keep"] / self.keep
         return entry["questions"] not in (*self.questions, None), max(ratio, 1 / ratio)
+
+
+def describe_more(guard: str, max_visual_tokens: int | None) -> str:
+    """Return the remaining arguments of `patch` as Python, "" if there are none."""
+    limit = "" if max_visual_tokens is None else f"max_visual_tokens={max_visual_tokens}"
+    parts = [*filter(None, [guard and f'guard="{guard}"', limit])]
+    return ", ".join([*parts, "processor=processor"]) if parts else ""
+
+
+def describe_limit() -> str:
+    """Return the advice for calls in which the processor takes `PROCESSOR_LIMIT` of the time or more.
+
+    Examples:
+        >>> describe_limit()
+        'Set max_visual_tokens=320 (--max-visual-tokens 320), and read JPEG files with tokenprune.load_image.'
+    """
+    limit = load_advice()["clients"].max_visual_tokens
+    return (
+        f"Set max_visual_tokens={limit} (--max-visual-tokens {limit}), and read JPEG files with tokenprune.load_image."
+    )
 
 
 def grade_entry(entry: dict[str, Any], size: float) -> str:
@@ -155,4 +179,4 @@ def _entries() -> list[dict[str, Any]]:
     return json.loads((ASSETS / "evidence.json").read_text(encoding="utf-8"))["evidence"]
 
 
-__all__ = ["NONE", "Advice", "Evidence", "grade_entry", "load_advice"]
+__all__ = ["NONE", "PROCESSOR_LIMIT", "Advice", "Evidence", "describe_limit", "grade_entry", "load_advice"]

@@ -19,7 +19,15 @@ from tokenprune.models.model_config import SHIPPED, read_model_config
 from tokenprune.selection.method import Site
 from tokenprune.selection.observable import Backend
 from tokenprune.settings.cost import CostModel, Load
-from tokenprune_bench.recommend.advice import NONE, Advice, Evidence, load_advice
+from tokenprune_bench.recommend.advice import (
+    NONE,
+    PROCESSOR_LIMIT,
+    Advice,
+    Evidence,
+    describe_limit,
+    describe_more,
+    load_advice,
+)
 
 TASKS = tuple(load_advice())
 _LARGE_TOWER = 0.25  # tower share of the prefill FLOPs that triggers a note
@@ -71,7 +79,7 @@ class Recommendation:
     @property
     def more(self) -> str:
         """Remaining arguments of `patch`, as Python."""
-        return f'guard="{self.guard}", processor=processor' if self.guard else ""
+        return describe_more(self.guard, self.setting.get("max_visual_tokens"))
 
     @property
     def python(self) -> str:
@@ -137,8 +145,9 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
     Args:
         model: A model, its config, or its path or name, on disk or in the hub's cache. No weights are read.
         task: "general" (photographs), "signs" (text in photographs), "documents" (rendered pages), "grounding"
-            (positions of objects), "counting", "video", "long-video", "long-prompts", "server" (vLLM), "follow-up"
-            (questions), "no-attention" (weights) or "tower" (a slow vision tower). See docs/start/choose.md.
+            (positions of objects), "counting", "video", "long-video", "long-prompts", "server" (vLLM), "clients" (that
+            send large photographs), "follow-up" (questions), "no-attention" (weights) or "tower" (a slow vision tower).
+            See docs/start/choose.md.
 
     Raises:
         OptionError: If the task is not known.
@@ -160,7 +169,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
     notes = _notes(family)
     row = load_advice()[task]
     while not _may_act(row, family):
-        notes.append(f"{row.method} does not support {family!r}. The row {row.instead!r} is used instead.")
+        notes.append(f"{_describe_refusal(row, family)} The row {row.instead!r} is used instead.")
         row = load_advice()[row.instead]
     cost, load = _cost(config, row)
     evidence, elsewhere = row.evidence(cost.decoder.num_weights)
@@ -176,7 +185,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         row.reason,
         (*evidence, _closed(row, cost, load, family)),
         tuple(elsewhere),
-        (*notes, *filter(None, [row.note, _unguarded(row)]), *_about(cost, load, row)),
+        (*notes, *filter(None, [row.note, _unguarded(row), _limited(row, cost, family)]), *_about(cost, load, row)),
         tuple(dict.fromkeys(item.method for item in acting if item.keep < 1))[:_CANDIDATES],
         "auto" if row.guard else "",
         row.served_keep if row.guard else None,
@@ -184,6 +193,12 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         why_not is None,
         why_not or "",
     )
+
+
+def _describe_refusal(row: Advice, family: str) -> str:
+    if row.max_visual_tokens is not None:
+        return f"Whether max_visual_tokens limits {family!r} depends on its processor (docs/reference/processors.md)."
+    return f"{row.method} does not support {family!r}."
 
 
 def _unguarded(row: Advice) -> str:
@@ -197,9 +212,26 @@ def _unguarded(row: Advice) -> str:
     )
 
 
+def _limited(row: Advice, cost: CostModel, family: str) -> str:
+    """Describe when preprocessing is the bottleneck, and the setting to use then."""
+    if row.max_visual_tokens is not None:
+        return "Accuracy was measured without the limit. Read JPEG files with tokenprune.load_image, as vLLM does."
+    any_size = cost.tower is not None and cost.tower.view is None
+    if not any_size or Site.PRE_ENCODER in _sites(row) or not _may_act(load_advice()["clients"], family):
+        return ""
+    return (
+        f"Preprocessing is the bottleneck if the processor takes over {PROCESSOR_LIMIT:.0%} of the time to the first "
+        f"token (tokenprune profile --image FILE). {describe_limit()}"
+    )
+
+
+def _sites(row: Advice) -> list[Site]:
+    return [method.site for method in row.setting.steps()[0]]
+
+
 def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
     """Compare with `downsample` at the keep of a row: its speed, and its measured results."""
-    if row.keep >= 1:
+    if row.keep >= 1 or row.max_visual_tokens is not None:
         return ""
     other = replace(row, method="downsample")
     (method,), _ = other.setting.steps()
@@ -222,8 +254,7 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
 
 def _about(cost: CostModel, load: Load, row: Advice) -> list[str]:
     """Warn if the vision tower dominates and the method of the row runs after the tower."""
-    (method,), _ = row.setting.steps()
-    if cost.tower is None or method.site in (Site.PRE_ENCODER, Site.IN_ENCODER):
+    if cost.tower is None or not {Site.PRE_ENCODER, Site.IN_ENCODER}.isdisjoint(_sites(row)):
         return []
     if (unpatched := cost.compute_cost(load)).tower_share <= _LARGE_TOWER:
         return []
@@ -259,11 +290,11 @@ def _notes(family: str) -> list[str]:
 
 
 def _may_act(row: Advice, family: str) -> bool:
-    """Return True if the method of a row is tested at its site in a family and supported."""
-    (method,), _ = row.setting.steps()
-    return (
-        method.site.name in list_tested_sites(get_family(family))
-        and checks.find_unsupported_reason(method, family) is None
+    """Return True if the methods of a row are tested at their sites in a family and supported."""
+    tested = list_tested_sites(get_family(family))
+    return all(
+        method.site.name in tested and checks.find_unsupported_reason(method, family) is None
+        for method in row.setting.steps()[0]
     )
 
 
@@ -302,16 +333,18 @@ def _why_not(row: Advice, config: Any) -> str | None:
 
     if (architecture := _architecture(config)) is None:
         return "the plugin does not support this family"
-    (method,), (budget,) = row.setting.steps()
     hint = "`recommend --task server` lists supported methods."
-    if reason := checks.find_unsupported_reason(method, architecture, Backend.VLLM, config=config):
-        return f"{reason} {hint}"
+    methods, budgets = row.setting.steps()
+    for method in methods:
+        if reason := checks.find_unsupported_reason(method, architecture, Backend.VLLM, config=config):
+            return f"{reason} {hint}"
     at_start = SimpleNamespace(  # the fields of vLLM's config that the startup checks read
         hf_config=config, dtype="bfloat16", multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights")
     )
     try:
-        if merges_in_tower(method) or checks.reads_tower(method):
-            check_tower(SimpleNamespace(method=method, budget=budget, keeps_all_tokens=False), at_start)
+        for method, budget in zip(methods, budgets, strict=True):
+            if merges_in_tower(method) or checks.reads_tower(method):
+                check_tower(SimpleNamespace(method=method, budget=budget, keeps_all_tokens=False), at_start)
     except TokenPruneError as error:
         return f"{error} {hint}"
     return None

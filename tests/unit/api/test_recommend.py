@@ -10,6 +10,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from transformers import AutoConfig, LlavaConfig, MllamaConfig
 from typer.testing import CliRunner
 
@@ -52,7 +53,8 @@ def test_the_command_the_readme_and_the_page_say_the_same() -> None:
 
 def test_every_situation_is_there_and_its_reason_has_a_page() -> None:
     asked = (
-        "general signs documents grounding counting video long-video long-prompts server follow-up no-attention tower"
+        "general signs documents grounding counting video long-video long-prompts server clients follow-up "
+        "no-attention tower"
     )
     assert set(TASKS) == set(asked.split())
     for one in ADVICE.values():
@@ -177,6 +179,38 @@ def test_the_same_budget_by_a_smaller_image_stands_beside_it() -> None:
     assert "at this keep and task was not measured" in recommend("demo_qwen", task="long-prompts").smaller
     assert recommend("demo_qwen", task="long-video").smaller == ""  # it removes nothing
     assert "is not known" in recommend(AutoConfig.for_model("fuyu")).smaller  # its patches have no tower
+
+
+def test_large_photographs_get_a_limit_before_the_method() -> None:
+    """Python, vLLM and the config have the limit, and other rows say when to set it, in the words of `profile`."""
+    found = recommend("demo_qwen", task="clients")
+    row = ADVICE["clients"]
+    limit = row.max_visual_tokens
+    assert found.setting["max_visual_tokens"] == json.loads(found.config)["max_visual_tokens"] == limit == 320
+    assert json.loads(shlex.split(found.vllm)[1]) == {"tokenprune": found.setting}
+    assert found.smaller == "" and any("load_image" in note for note in found.notes)
+    model, processor = tokenprune.demo_model("demo_qwen", device="cpu")
+    with tokenprune.patched(model, config=found.setting, processor=processor):
+        by_config = repr(model)
+        content = [{"type": "image", "image": Image.new("RGB", (600, 600))}, {"type": "text", "text": "what?"}]
+        chat = [{"role": "user", "content": content}]
+        inputs = processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt")
+        model(**inputs)
+        assert limit * row.keep * 0.9 < tokenprune.stats(model).visual_tokens_out <= limit * row.keep
+    try:
+        exec(found.python, {"tokenprune": tokenprune, "model": model, "processor": processor})
+        assert repr(model) == by_config and "keep=320" in by_config
+    finally:
+        tokenprune.unpatch(model)
+    (note,) = (note for note in recommend("demo_qwen").notes if "Preprocessing is the bottleneck" in note)
+    assert "over 30% of the time" in note and note.endswith(advice.describe_limit()) and "320" in note
+    # pixelprune does not make images smaller, so its row has the note too.
+    assert any("Preprocessing" in note for note in recommend("demo_qwen", task="documents").notes)
+    for family in ("gemma3", "internvl"):
+        other = recommend(AutoConfig.for_model(family), task="clients")
+        assert other.method == ADVICE["general"].method and "max_visual_tokens" not in other.setting
+        assert any(f"limits '{family}' depends on its processor" in note for note in other.notes)
+        assert not any("Preprocessing" in note for note in other.notes)
 
 
 def test_a_method_that_cannot_act_gives_way_and_says_so() -> None:

@@ -12,14 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from each import each
-from tokenprune.errors import TokenPruneError
+from processors import photo
+from tokenprune.errors import BudgetError, TokenPruneError
+from tokenprune.settings import Setting
+from tokenprune_bench.backend import HfBackend
 from tokenprune_bench.data import load_data
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling import media
 from tokenprune_bench.profiling.media import RowError, read_frames, read_image, read_video
+from tokenprune_bench.profiling.model import load_model
+from tokenprune_bench.profiling.patched import patched_by
 
 RED, BLUE = (250, 10, 10), (10, 10, 250)
 
@@ -37,6 +43,46 @@ def source(path: Path, folder: Path | None = None) -> media.Source:
 
 def near(image: Image.Image, place: tuple[int, int], color: tuple[int, int, int]) -> bool:
     return bool(np.abs(np.subtract(image.getpixel(place), color)).max() < 40)
+
+
+# -- decoding for a budget ---------------------------------------------------------------------------------------
+
+
+def test_a_setting_with_a_number_of_tokens_decodes_jpeg_files_smaller(tmp_path: Path, monkeypatch: Any) -> None:
+    """Without a budget, and with a share, questions and timings get equal bits."""
+    photo(600, 800).save(tmp_path / "a.jpg", quality=95)
+    photo(600, 800).save(tmp_path / "a.png")
+    rows = [{"image": name, "question": "what?", "answer": "cat"} for name in ("a.jpg", "a.png")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    questions = load_data(tmp_path).questions
+    subject = load_model("demo_qwen", device="cpu")
+    backend = HfBackend(subject)
+    sizes: list[tuple[int, int]] = []
+    inputs = subject.inputs
+    monkeypatch.setattr(
+        subject, "inputs", lambda images, *rest: sizes.extend(i.size for (i,) in images) or inputs(images, *rest)
+    )
+    expected = [inputs([[image] for image in question.images], ["what?"]) for question in questions]
+
+    def read(setting: dict[str, Any] | None) -> list[dict[str, Any]]:
+        sizes.clear()
+        with patched_by(subject, None if setting is None else Setting.from_json(setting)):
+            return [backend._asked([question]) for question in questions]
+
+    for setting in (None, {"method": "divprune", "keep": 0.25}):
+        for made, plain in zip(read(setting), expected, strict=True):
+            assert all(torch.equal(made[name], plain[name]) for name in plain)
+        assert sizes == [(800, 600), (800, 600)]
+    read({"method": "downsample", "keep": 0.25})
+    assert sizes == [(800, 600), (800, 600)]
+    for setting in ({"max_visual_tokens": 64}, {"max_visual_tokens": 64, "method": "divprune", "keep": 0.5}):
+        small, full = read(setting)
+        assert sizes[0] == (144, 112) and sizes[1] == (800, 600)
+        assert torch.equal(small["image_grid_thw"], full["image_grid_thw"]) and subject.visual_tokens(small) == 63
+        assert (small["pixel_values"] - full["pixel_values"]).abs().mean() < 0.15
+    with pytest.raises(BudgetError):
+        read({"max_visual_tokens": 0})
+    assert read(None)[0]["pixel_values"].equal(expected[0]["pixel_values"])
 
 
 # -- images --------------------------------------------------------------------------------------------------------

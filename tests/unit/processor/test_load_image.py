@@ -6,20 +6,23 @@ from __future__ import annotations
 import io
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from transformers import CLIPImageProcessor
 from transformers.models.gemma4.image_processing_gemma4 import Gemma4ImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import tokenprune
+import tokenprune_demo
 from each import each
 from processors import COUNTED, LIMITS, demo_model, llava, photo
 from tokenprune import (
+    Budget,
     BudgetError,
     OptionError,
     TokenPruneError,
@@ -28,7 +31,11 @@ from tokenprune import (
     patch_processor,
     unpatch_processor,
 )
+from tokenprune.integrations.hf.pixels.marker import find_patch
+from tokenprune.integrations.shared import decoding
 from tokenprune.integrations.shared.decoding import Need, find_scale
+from tokenprune.methods.pixels.dynres import measure_detail
+from tokenprune.selection.images import InputImage
 
 TOLERANCE = 0.03  # mean difference of the processor's pixels, of a range of 1
 
@@ -136,10 +143,70 @@ def test_without_a_budget_the_processors_own_size_decides() -> None:
     qwen = patch_processor(Qwen2VLImageProcessor(**LIMITS), "downsample", keep=0.01)
     assert load_image(file, processor=qwen).size == (1200, 900)
     unpatch_processor(qwen)
-    # A method that reads the content needs all pixels.
-    qwen = patch_processor(Qwen2VLImageProcessor(**LIMITS), "dynres", keep=0.25)
+    # A method that chooses between the images of a call needs all pixels.
+    qwen = patch_processor(Qwen2VLImageProcessor(**LIMITS), "dynres", keep=Budget(keep=0.25, per="prompt"))
     assert load_image(file, processor=qwen).size == (1200, 900)
     unpatch_processor(qwen)
+
+
+# -- dynres chooses by the content of a smaller decode
+
+
+def page(height: int, width: int) -> Image.Image:
+    image = Image.new("RGB", (width, height), "white")
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(size=48)
+    for line in range(height // 96):
+        draw.text((20, 20 + 96 * line), "The quick brown fox jumps over 13 lazy dogs. " * 4, fill="black", font=font)
+    return image
+
+
+PICTURES = {"photograph": lambda: photo(1700, 2300), "page": lambda: page(1700, 2300)}
+
+
+@each("kind", list(PICTURES))
+def test_dynres_chooses_from_a_smaller_decode(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = jpeg(PICTURES[kind](), exif=_orientation())
+    processor = patch_processor(
+        Qwen2VLImageProcessor(**LIMITS | {"size": {"shortest_edge": 64, "longest_edge": 10**7}}), "dynres", keep=0.25
+    )
+    patch = find_patch(processor)
+    scales: list[int] = []
+    draft = decoding.draft
+    monkeypatch.setattr(decoding, "draft", lambda image, scale: (scales.append(scale), draft(image, scale)))
+    expected = processor(plain(file))
+    counts = patch.counts.find_unpruned([int(expected["image_grid_thw"].prod()) // 4])
+    image = load_image(file, processor=processor)
+    assert scales == ([2] if kind == "photograph" else [2, 1])
+    # transformers copies the images of a chat.
+    for loaded in (image, ImageOps.exif_transpose(image).convert("RGB")):
+        small = processor(loaded)
+        rows, columns = (small["image_grid_thw"][0, 1:] - expected["image_grid_thw"][0, 1:]).abs().tolist()
+        assert max(rows, columns) <= 2  # a step of the grid
+        assert patch.counts.find_unpruned([int(small["image_grid_thw"].prod()) // 4]) == counts
+    assert (image.size == (1700, 2300)) == (kind == "page")
+    if kind == "photograph":
+        assert (small["pixel_values"].mean() - expected["pixel_values"].mean()).abs() < TOLERANCE
+        # An image that the caller has changed is a new image.
+        half = image.crop((0, 0, image.width // 2, image.height))
+        assert int(processor(half)["image_grid_thw"].prod()) < int(small["image_grid_thw"].prod()) / 3
+    # Another budget does not trust the size.
+    unpatch_processor(processor)
+    patch_processor(processor, "dynres", keep=0.0625)
+    assert kind == "page" or int(processor(image)["image_grid_thw"].prod()) < int(small["image_grid_thw"].prod()) / 10
+
+
+def test_an_eighth_of_the_coefficients_gives_the_choice_of_a_reduced_image() -> None:
+    """The decoder's 1/8 uses only the DC coefficients, which are means of 8 x 8 pixels. Also of shipped images."""
+    shipped = sorted((Path(tokenprune_demo.__file__).parent / "heldout_smol/images").glob("*.jpg"))[::4]
+    assert len(shipped) > 50
+    for file in [*(jpeg(make()) for make in PICTURES.values()), *(path.read_bytes() for path in shipped)]:
+        with Image.open(io.BytesIO(file)) as image:
+            decoding.draft(image, 8)
+            small = image.convert("RGB")
+        (detail, text), (expected, expected_text) = (
+            measure_detail(InputImage(picture).grey) for picture in (small, plain(file).reduce(8))
+        )
+        assert text == expected_text and abs(detail - expected) < 0.01
 
 
 def odd_files() -> dict[str, bytes]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import tokenprune
 from each import each
-from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, written
+from processors import COUNTED, LIMITS, asked, demo_model, llava, photo
 from tokenprune import (
     BudgetError,
     OptionError,
@@ -22,6 +23,7 @@ from tokenprune import (
     unpatch_processor,
 )
 from tokenprune.cli.common import read_settings
+from tokenprune.models.token_counts import find_rule
 
 CONFIG = {"method": "divprune", "keep": 0.5}
 
@@ -184,17 +186,28 @@ def test_qwen_images_make_at_most_so_many(size: tuple[int, int], most: int) -> N
         assert tokens > most - 2 * rows - 2, "a row and a column more would still fit"
 
 
-@pytest.mark.parametrize("name", ["LlavaNextImageProcessor", "Lfm2VlImageProcessor", "PixtralImageProcessor"])
+RESIZED = [name for name in COUNTED if find_rule(COUNTED[name].make()).limit is None]  # type: ignore[union-attr]
+
+
+@each("name", [*RESIZED, "Lfm2VlImageProcessor"])
 def test_other_processors_make_at_most_so_many(name: str) -> None:
-    processor = COUNTED[name].make()
+    """Every row of the table without a setting of its own: the most tokens of a smaller image within the budget."""
+    case = COUNTED[name]
+    processor = case.make()
     for size in SIZES[:4]:
+        image = torch.from_numpy(np.array(photo(*size))).permute(2, 0, 1)
         full = count_visual_tokens(processor, *size)
         least = count_visual_tokens(processor, 1, 1)
+        smaller = {(max(1, round(size[0] * k / 64)), max(1, round(size[1] * k / 64))) for k in range(1, 65)}
+        counts = {count_visual_tokens(processor, *other) for other in smaller}
         for most in (least, (least + full) // 2, full, full + 1):
-            patch_processor(processor, keep=max(2, most))
-            made = written(processor, photo(*size))
+            budget = max(2, most)
+            patch_processor(processor, keep=budget)
+            made = case.real(processor, image)
             unpatch_processor(processor)
-            assert made <= max(2, most) and (made == full or full > most)
+            assert made <= budget and (made == full or full > most)
+            if name in RESIZED:
+                assert made >= 0.85 * max((count for count in counts if count <= budget), default=1), (size, budget)
 
 
 def test_what_no_size_can_give_is_refused() -> None:

@@ -129,6 +129,19 @@ def test_preprocessing(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert patches["Qwen2.5-VL, Pillow"] == patches[module.FIRST] and "method" in by_way["Qwen2.5-VL, dynres"]["cpu"]
 
 
+def test_before_pixels(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, path = script("before_pixels"), tmp_path / "before_pixels.jsonl"
+    monkeypatch.setattr(sys, "argv", [module.__name__, "--quick", "--json", str(path)])
+    monkeypatch.setattr(module, "SMALL", {1: (720, 1080)})
+    module.main()
+    _, records = script("common").read(path)
+    assert [(row["cores"], row["way"]) for row in records] == [(cores, way) for cores in (1, 2) for way in module.WAYS]
+    for unpatched, *others in (records[:3], records[3:]):
+        assert unpatched["times"] == 1 and unpatched["tokens"] > module.BUDGET
+        assert {row["tokens"] for row in others} == {others[0]["tokens"]} and others[0]["tokens"] <= module.BUDGET
+        assert all(row["ms"] == pytest.approx(row["decode"] + row["processor"], abs=0.02) for row in records)
+
+
 def test_decode(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, path = script("decode"), tmp_path / "cpu/decode.jsonl"
     run(module, path, monkeypatch, "--methods", "uniform")

@@ -14,7 +14,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from tokenprune.integrations.shared.resizing import Resizer
 from tokenprune.models.processor_settings import SettingsReader
 from tokenprune.models.token_counts import CountRule, find_rule
-from tokenprune.selection.images import InputImage
+from tokenprune.selection.images import MAX_SIDE, InputImage
 
 _ORIENTATION = Image.ExifTags.Base.Orientation
 _TURNED = (5, 6, 7, 8)  # orientations that exchange height and width
@@ -34,6 +34,7 @@ class Need:
     tokens: int | None = None
 
 
+Count = Callable[[int, int], int]
 FindNeed = Callable[[int, int], Need | None]
 
 
@@ -101,6 +102,36 @@ def draft(image: Image.Image, scale: int) -> None:
     """Make the decoder of an opened JPEG divide both sides by `scale`, rounded up."""
     if scale > 1:
         image.draft(None, (max(1, image.width // scale), max(1, image.height // scale)))
+
+
+def decode_by_content(open_file: Callable[[], Image.Image], resizer: Resizer, count: Count) -> Image.Image:
+    """Decode an image in the size that a method chooses by its content.
+
+    The method reads at most `MAX_SIDE` pixels along the longer side. A JPEG is decoded at the smallest scale with these
+    pixels, and again only if the chosen size needs more pixels.
+
+    Args:
+        open_file: Function that opens the file by `PIL.Image.open`.
+        resizer: Resizer of the method.
+        count: Function (height, width) -> number of visual tokens.
+    """
+    with open_file() as file:
+        full_size = get_full_size(file)
+        image = decode(file, _find_read).convert("RGB")
+    read = InputImage(image, count=count, full_size=full_size)
+    (size,), _ = resizer.plan([read], {})
+    if image.height < size[0] or image.width < size[1]:
+        with open_file() as file:
+            image = decode(file, lambda height, width: Need(size)).convert("RGB")
+    image = InputImage(image).resize(*size)
+    resizer.mark_resized(image, full_size)
+    return image
+
+
+def _find_read(height: int, width: int) -> Need:
+    """Return the pixels that `InputImage.grey` reads."""
+    scale = min(1.0, MAX_SIDE / max(height, width))
+    return Need((round(height * scale), round(width * scale)))
 
 
 def find_scale(height: int, width: int, find: FindNeed) -> int:

@@ -17,6 +17,7 @@ from tokenprune.models.token_counts import find_rule
 from tokenprune.selection.images import InputImage, collect_images
 from tokenprune.selection.sites.pixels import ResizeMethod
 
+_MARK = "tokenprune"  # key in `info` of a PIL image
 # `Rule.grid`.
 Grid = Callable[[SettingsReader, int, int], tuple[int, int, int, int, int]]
 
@@ -135,7 +136,10 @@ class Resizer:
         def make(image: Any, prompt: int, companions: int) -> InputImage:
             count = None if rule is None else lambda height, width: rule.count(read, height, width, companions)
             channels, question = kwargs.get("input_data_format"), next(remaining, "")
-            return InputImage(image, channels, prompt, companions, count, question, next(full_sizes, None))
+            resized_from = self._find_resized(image)
+            return InputImage(
+                image, channels, prompt, companions, count, question, next(full_sizes, None), resized_from
+            )
 
         inputs, rebuild = collect_images(self.image_processor.fetch_images(images), make)
         if not inputs:
@@ -143,6 +147,19 @@ class Resizer:
         new_sizes, kwargs = self.plan(inputs, kwargs)
         self._record(inputs, new_sizes, kwargs)
         return rebuild([image.resize(*size) for image, size in zip(inputs, new_sizes, strict=True)]), kwargs
+
+    def mark_resized(self, image: Any, full_size: tuple[int, int]) -> None:
+        """Mark a PIL image of this resizer's size, so that `resize` leaves it. Crops and resized copies lose the mark.
+
+        Args:
+            full_size: (height, width) of the file.
+        """
+        image.info[_MARK] = (image.size, full_size, self.method, self.budget)
+
+    def _find_resized(self, image: Any) -> tuple[int, int] | None:
+        """Return the size of the file of an image that `mark_resized` has marked, or None."""
+        size, full_size, *choice = getattr(image, "info", {}).get(_MARK, (None, None))
+        return full_size if size == getattr(image, "size", None) and choice == [self.method, self.budget] else None
 
     def plan(self, images: list[InputImage], kwargs: dict[str, Any]) -> tuple[list[tuple[int, int]], dict[str, Any]]:
         """Return the sizes to which the images are resized before the processor's call, and its keyword arguments."""
@@ -162,8 +179,10 @@ class Resizer:
         if rule is not None and rule.grid is not None:
             sizes, size = _resize_on_grid(rule.grid, read, images, shares, self.max_tokens)
             kwargs = {name: value for name, value in kwargs.items() if name not in ("min_pixels", "max_pixels")}
-            return sizes, kwargs | {"size": size}
-        return [_find_size(image, share, self.max_tokens) for image, share in zip(images, shares, strict=True)], kwargs
+            kwargs |= {"size": size}
+        else:
+            sizes = [find_size(image, share, self.max_tokens) for image, share in zip(images, shares, strict=True)]
+        return [image.size if image.resized_from else size for image, size in zip(images, sizes, strict=True)], kwargs
 
     def _check_counts(self, images: list[InputImage], kwargs: dict[str, Any]) -> None:
         """Raise BudgetError for an image whose shape needs more tokens, such as a very long one."""
@@ -176,7 +195,9 @@ class Resizer:
 
     def _compute_shares(self, images: list[InputImage]) -> list[float]:
         if self.max_tokens is None:
-            return self.method.compute_shares(images, self.share, self.budget.per)
+            others = [image for image in images if image.resized_from is None]
+            shares = iter(self.method.compute_shares(others, self.share, self.budget.per) if others else ())
+            return [1.0 if image.resized_from else next(shares) for image in images]
         return [min(1.0, self.max_tokens / image.tokens) for image in images]
 
     def _record(self, images: list[InputImage], sizes: list[tuple[int, int]], kwargs: dict[str, Any]) -> None:
@@ -203,6 +224,13 @@ class Resizer:
     @property
     def _patch(self) -> int:
         return self.adapter.config.vision_config.patch_size
+
+    @property
+    def chooses_by_image(self) -> bool:
+        """True if the method chooses the size of each image by the content of this image only."""
+        if self.identity or self.rule is None or self.resizing != "input" or not self.method.depends_on_content:
+            return False
+        return self.max_tokens is None and self.budget.per != "prompt" and not self.method.reads_question
 
     @property
     def max_tokens(self) -> int | None:
@@ -282,7 +310,7 @@ def _find_side(side: int, share: float, max_tokens: int | None = None) -> int:
     return min(range(1, last + 1), key=lambda patches: abs(patches**2 - target))
 
 
-def _find_size(image: InputImage, share: float, max_tokens: int | None = None) -> tuple[int, int]:
+def find_size(image: InputImage, share: float, max_tokens: int | None = None) -> tuple[int, int]:
     """Return the size of the same shape whose number of tokens is closest to the share and at most `max_tokens`.
 
     Of several such sizes, return the largest. Raise BudgetError if every size has more than `max_tokens` tokens.

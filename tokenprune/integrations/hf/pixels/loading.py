@@ -15,7 +15,7 @@ from PIL import Image
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError, shorten
 from tokenprune.integrations.hf.pixels.marker import find_patch
-from tokenprune.integrations.shared.decoding import decode, find_need, get_full_size
+from tokenprune.integrations.shared.decoding import decode, decode_by_content, find_need, get_full_size
 from tokenprune.integrations.shared.resizing import Resizer
 from tokenprune.methods.registry import build
 from tokenprune.models.processor_settings import SettingsReader
@@ -23,7 +23,7 @@ from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.settings.max_visual_tokens import LIMITER, check_limit
 
 # Raised by Pillow's readers for damaged files.
-_DAMAGED = (OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error)
+DAMAGED = (OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error)
 
 
 def load_image(
@@ -68,13 +68,22 @@ def load_image(
             resizer = Resizer(cast(ResizeMethod, build(LIMITER, {})), Budget(tokens=max_visual_tokens), processor)
     has_count = resizer is not None and resizer.max_tokens is not None
     find = partial(find_need, processor, resizer, {}, has_count)
+
+    def open_file() -> Image.Image:
+        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else os.fspath(source))
+
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else os.fspath(source)) as file:
+        if resizer is not None and resizer.chooses_by_image:
+            rule = resizer.rule
+            assert rule is not None  # checked by `chooses_by_image`
+            read = SettingsReader(processor)
+            return decode_by_content(open_file, resizer, lambda height, width: rule.count(read, height, width, 1))
+        with open_file() as file:
             full_size = get_full_size(file)
             image = decode(file, find).convert("RGB")
     except TokenPruneError:
         raise
-    except _DAMAGED as error:
+    except DAMAGED as error:
         name = "these bytes" if isinstance(source, bytes) else shorten(str(source))
         raise OptionError(f"cannot read {name} as an image: {error}") from error
     if resizer is None or not has_count:
