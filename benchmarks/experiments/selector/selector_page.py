@@ -48,7 +48,8 @@ def format_model(name: str, rows: list[dict[str, Any]]) -> str:
             right = results.get((label, keep))
             gains = [] if right is None else [_gain(right[part], results["divprune", keep][part]) for part in parts]
             cells.append(", ".join(gains))
-        shown = label.replace(", diversity 1", "") if label.startswith("learned") else f"`{label}`"
+        short = label.replace(", diversity 1", "").replace(", diversity 0", ", scores only")
+        shown = short if label.startswith("learned") else f"`{label}`"
         lines.append(f"| {shown} | " + " | ".join(cells) + " |")
     for row in rows:
         if row["record"] == "time" and row["model"] == name:
