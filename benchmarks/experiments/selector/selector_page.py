@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Table of the experiment learned.py in docs/results/methods.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common import fill_page
+
+from tokenprune_bench.paired import Answers, compare_paired
+
+PAGE = Path(__file__).parents[3] / "docs/results/methods.md"
+BEGIN, END = "<!-- learned:begin (python benchmarks/experiments/learned.py page) -->", "<!-- learned:end -->"
+
+
+def write_page(raw: Path) -> None:
+    """Fill the section of the page from the raw file."""
+    rows = [json.loads(line) for line in raw.read_text().splitlines()]
+    models = dict.fromkeys(row["model"] for row in rows if row["record"] == "result")
+    fill_page(PAGE, BEGIN, END, "\n\n".join(format_model(name, rows) for name in models))
+
+
+def format_model(name: str, rows: list[dict[str, Any]]) -> str:
+    """Return the paragraph and the table of a model: gains over divprune by keep and set of questions."""
+    results = {(row["setting"], row["keep"]): row["right"] for row in rows
+               if row["record"] == "result" and row["model"] == name}  # fmt: skip
+    keeps = sorted({keep for label, keep in results if label == "divprune"}, reverse=True)
+    labels = list(dict.fromkeys(label for label, _ in results if label not in ("unpatched", "divprune")))
+    parts = [part for part, right in results["divprune", keeps[0]].items() if right]
+    unpatched = results["unpatched", 1.0]
+    counts = ", ".join(f"{len(unpatched[part])} {part} (unpatched {_share(unpatched[part])} %)" for part in parts)
+    lines = [
+        f"{name}, in this order: {counts}. First row: correct in %; others: gains in points, bold if the 95 % interval "
+        "excludes 0. By `python benchmarks/experiments/learned.py`; "
+        "[raw data](../../benchmarks/results/learned.jsonl).",
+        "",
+        "| method | " + " | ".join(f"{100 * keep:g} %" for keep in keeps) + " |",
+        "|---|" + "---|" * len(keeps),
+        "| `divprune` | "
+        + " | ".join(", ".join(_share(results["divprune", keep][part]) for part in parts) for keep in keeps)
+        + " |",
+    ]
+    for label in labels:
+        cells = []
+        for keep in keeps:
+            right = results.get((label, keep))
+            gains = [] if right is None else [_gain(right[part], results["divprune", keep][part]) for part in parts]
+            cells.append(", ".join(gains))
+        short = label.replace(", diversity 1", "").replace(", diversity 0", ", scores only")
+        shown = short if label.startswith("learned") else f"`{label}`"
+        lines.append(f"| {shown} | " + " | ".join(cells) + " |")
+    for row in rows:
+        if row["record"] == "time" and row["model"] == name:
+            ratios = ", ".join(f"{label} {ratio}" for label, ratio in row["ratios"].items() if label != "divprune")
+            lines += ["", f"CPU time of the choice among {row['tokens']} tokens, relative to `divprune`: {ratios}."]
+    return "\n".join(lines)
+
+
+def _share(right: str) -> str:
+    return f"{100 * right.count('1') / len(right):.1f}"
+
+
+def _gain(ours: str, theirs: str) -> str:
+    """Return the gain in points, bold if its 95 % interval excludes 0."""
+    first, second = (Answers([[float(x) for x in right]], [right]) for right in (ours, theirs))
+    gap = compare_paired(first, second)
+    text = f"{100 * gap.difference:+.1f}"
+    return f"**{text}**" if gap.low > 0 or gap.high < 0 else text

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observe a model for the fit of `learned`: visual tokens, answers, and the importance of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from selector_head import describe_question, describe_tokens
+from torch import Tensor, nn
+
+from tokenprune.api import patched
+from tokenprune.errors import OptionError
+from tokenprune.integrations.hf.families import get_adapter
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
+from tokenprune_bench.calibration.attention_fitting import _Looker, _Lookers
+from tokenprune_bench.calibration.rate_fitting import build_greedy_options
+
+_TOP = 32  # tokens of each next-token distribution that the loss compares
+_LOWEST = -20.0  # smallest attention bias
+
+
+@dataclass
+class Observation:
+    """One prompt with its images, and the model's own answer.
+
+    Attributes:
+        inputs: Inputs of the scoring head, float16, shape (S, N, D + 4).
+        question: Mean embedding of the text after each image, float32, shape (S, D).
+        mask: Mask of visual tokens, bool, shape (S, N).
+        position: Index of each visual token in the prompt, int64, shape (S, N).
+        embeddings: Input of the decoder for prompt and answer, shape (1, L, D).
+        position_ids: Position ids of prompt and answer, shape (..., L). None if the decoder counts the tokens.
+        top: Most likely tokens of each step of the answer, int64, shape (steps, k).
+        likely: Their probabilities, float32, shape (steps, k).
+        targets: Share of each visual token in the image's importance, float32, shape (S, N), by target.
+    """
+
+    inputs: Tensor
+    question: Tensor
+    mask: Tensor
+    position: Tensor
+    embeddings: Tensor
+    position_ids: Tensor | None
+    top: Tensor
+    likely: Tensor
+    targets: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _TokenRecorder(Pruner):
+    """Record the visual tokens that enter the decoder, and keep them all."""
+
+    name: ClassVar[str] = "recorder"
+    site: ClassVar[Site] = Site.PRE_LLM
+    chooses_count: ClassVar[bool] = True
+    query_aware: ClassVar[bool] = True
+
+    records: list[tuple[Tensor, ...]] = field(default_factory=list, compare=False)
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        record = describe_tokens(tokens).half(), describe_question(tokens), tokens.mask, tokens.segments.position
+        self.records.append(record)
+        return Selection(tokens.mask, counts=tokens.counts)
+
+
+class Observations:
+    """The samples of a fit by index. Each is observed once.
+
+    Args:
+        model: The frozen model.
+        arguments: Model arguments of prompts with images, one prompt each.
+        max_new_tokens: Maximum length of an answer.
+    """
+
+    def __init__(self, model: Any, arguments: Sequence[dict[str, Any]], max_new_tokens: int) -> None:
+        self.model, self.arguments, self.max_new_tokens = model, arguments, max_new_tokens
+        self.samples: dict[int, Observation | None] = {}
+
+    def __len__(self) -> int:
+        return len(self.arguments)
+
+    def get(self, index: int, target: str) -> Observation | None:
+        """Return a sample with `target`, or None if the prompt lacks images."""
+        if index in self.samples and (self.samples[index] is None or target in (*self.samples[index].targets, "topk")):
+            return self.samples[index]
+        arguments = self.arguments[index]
+        if index not in self.samples:
+            self.samples[index] = observe(self.model, arguments, self.max_new_tokens)
+        sample = self.samples[index]
+        if sample is not None and target == "attention":
+            sample.targets[target] = measure_attention(self.model, arguments, sample)
+        elif sample is not None and target == "gradient":
+            sample.targets[target] = measure_gradient(self.model, sample)
+        return sample
+
+
+@torch.no_grad()
+def observe(model: Any, arguments: dict[str, Any], max_new_tokens: int) -> Observation | None:
+    """Answer a prompt greedily and return the sample, without targets. None if the prompt lacks images."""
+    if len(arguments["input_ids"]) != 1:
+        raise OptionError("A sample of the fit must be a single prompt. Pass samples with one row each.")
+    recorder, calls = _TokenRecorder(), []
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(kwargs)
+
+    handle = get_adapter(model).decoder.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        with patched(model, recorder, keep=0.5, guard="off"):
+            full = model.generate(**arguments, **build_greedy_options(max_new_tokens))
+    finally:
+        handle.remove()
+    if not recorder.records:
+        return None
+    prompt, position_ids = _check_call(calls[0])
+    answer = full.sequences[:, full.sequences.shape[1] - len(full.logits) :]
+    # No logits are compared after the last token of the answer.
+    embeddings = torch.cat([prompt, model.get_input_embeddings()(answer[:, :-1]).to(prompt.dtype)], 1)
+    if position_ids is not None:
+        last = position_ids.amax(-1, keepdim=True)
+        if last.ndim == 3:  # text continues behind the largest of the three M-RoPE axes, which may follow a text axis
+            last[-3:] = last[-3:].amax(0, keepdim=True)
+        position_ids = torch.cat([position_ids, last + torch.arange(1, answer.shape[1], device=last.device)], -1)
+    likely, top = torch.cat(full.logits).float().softmax(1).topk(min(_TOP, full.logits[0].shape[1]))
+    likely = likely / likely.sum(1, keepdim=True)
+    return Observation(*recorder.records[0], embeddings, position_ids, top, likely)
+
+
+def _check_call(call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Return embeddings and position ids of a decoder's call that a fit can repeat with a bias on attention."""
+    known = ("inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "cache_position")
+    other = [name for name, value in call.items() if name not in known and isinstance(value, (Tensor, list, tuple))]
+    if other or isinstance(call.get("attention_mask"), dict) or call.get("inputs_embeds") is None:
+        raise OptionError(
+            f"learned cannot be fitted to this decoder, which takes {', '.join(other) or 'several attention masks'}. "
+            "Use divprune."
+        )
+    return call["inputs_embeds"], call.get("position_ids")
+
+
+def compute_loss(model: Any, sample: Observation, bias: Tensor) -> Tensor:
+    """Return the cross-entropy of the model's own answer if `bias` is added to the attention to each visual token.
+
+    Args:
+        model: The model, without gradients of its weights.
+        sample: A sample.
+        bias: Logarithm of the gate of each visual token, float32, shape (S, N).
+    """
+    length, steps = sample.embeddings.shape[1], len(sample.top)
+    flat = sample.mask.flatten()
+    column = bias.new_zeros(length).index_put((sample.position.flatten()[flat],), bias.flatten()[flat])
+    causal = torch.full((length, length), torch.finfo(torch.float32).min, device=bias.device).triu(1)
+    # Each token attends to itself fully, so no row is empty.
+    diagonal = torch.eye(length, dtype=torch.bool, device=bias.device)
+    table = causal + column.clamp(min=_LOWEST).expand(length, -1).masked_fill(diagonal, 0)
+    output = get_adapter(model).decoder(
+        inputs_embeds=sample.embeddings,
+        position_ids=sample.position_ids,
+        attention_mask=table.to(sample.embeddings.dtype)[None, None],
+        use_cache=False,
+    )
+    logits = model.get_output_embeddings()(output.last_hidden_state[0, -steps:])
+    return -(sample.likely * logits.float().log_softmax(1).gather(1, sample.top)).sum(1).mean()
+
+
+@torch.no_grad()
+def measure_attention(model: Any, arguments: dict[str, Any], sample: Observation) -> Tensor:
+    """Return the attention of the answer to each visual token, mean over heads and the middle half of the layers."""
+    layers, start = len(get_adapter(model).decoder.layers), arguments["input_ids"].shape[1] - 1
+    ids = torch.cat([arguments["input_ids"], sample.top[None, :-1, 0]], 1)
+    prompt = {
+        name: _extend(value, arguments["input_ids"].shape, len(sample.top) - 1, name)
+        for name, value in arguments.items()
+    }
+    total = torch.zeros_like(sample.mask, dtype=torch.float32)
+
+    def note(tokens: VisualTokens, _: int) -> None:
+        rows = (tokens.text.mask & (tokens.text.position >= start)).float()
+        total.add_(tokens.attention_from(rows / rows.sum(1, keepdim=True).clamp(min=1)).mean(1))
+
+    observed = range(max(1, layers // 4), max(2, 3 * layers // 4))
+    parts = tuple(_Looker(layer, note, frozenset({"text_attention"})) for layer in observed)
+    with patched(model, _Lookers(parts), keep=0.5, guard="off"):
+        model(**prompt | {"input_ids": ids}, use_cache=False)
+    return _normalize(total, sample.mask)
+
+
+def _extend(value: Any, shape: torch.Size, count: int, name: str) -> Any:
+    """Extend a tensor with a value for each prompt token by `count` text tokens."""
+    if not isinstance(value, Tensor) or value.shape != shape:
+        return value
+    return torch.cat([value, value.new_full((1, count), int(name == "attention_mask"))], 1)
+
+
+def measure_gradient(model: Any, sample: Observation) -> Tensor:
+    """Return the size of the gradient of the answer's loss with respect to the gate of each visual token."""
+    bias = torch.zeros(sample.mask.shape, device=sample.mask.device, requires_grad=True)
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(compute_loss(model, sample, bias), bias)
+    return _normalize(gradient.abs(), sample.mask)
+
+
+def _normalize(value: Tensor, mask: Tensor) -> Tensor:
+    value = value.masked_fill(~mask, 0)
+    return value / value.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def draw_gate(logit: Tensor, mask: Tensor, count: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """Return the logarithm of random soft gates that sum to `count` in each image, float32, shape (S, N).
+
+    A gate is the sigmoid of the token's logit plus logistic noise, minus a threshold (a concrete distribution).
+
+    Args:
+        logit: Logit of each token, shape (S, N).
+        mask: Mask of tokens, bool, shape (S, N).
+        count: Sum of the gates of each image, float32, shape (S, 1).
+        temperature: Divisor of the noisy logits. Small values give gates near 0 or 1.
+        generator: CPU generator of the noise.
+    """
+    uniform = torch.rand(logit.shape, generator=generator).clamp(1e-6, 1 - 1e-6).to(logit.device)
+    noisy = ((logit + uniform.logit()) / temperature).masked_fill(~mask, -torch.inf)
+    with torch.no_grad():
+        low = noisy.masked_fill(~mask, torch.inf).amin(1, keepdim=True) - 20
+        high = noisy.amax(1, keepdim=True) + 20
+        for _ in range(40):
+            middle = (low + high) / 2
+            is_high = (noisy - middle).sigmoid().sum(1, keepdim=True) > count
+            low, high = torch.where(is_high, middle, low), torch.where(is_high, high, middle)
+    # One step of Newton's method gives the threshold its gradient.
+    gate = (noisy - low).sigmoid()
+    slope = (gate * (1 - gate)).sum(1, keepdim=True).detach().clamp(min=1e-6)
+    threshold = low + (gate.sum(1, keepdim=True) - gate.sum(1, keepdim=True).detach()) / slope
+    return torch.nn.functional.logsigmoid((noisy - threshold).masked_fill(~mask, -50.0))
