@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.kernels.host_loops import find_known, measure_peaks
 from tokenprune.kernels.pairs import distances, is_all_finite, is_finite
 from tokenprune.kernels.take import top_mask
 
@@ -40,6 +39,8 @@ def density_peaks(
         Rodriguez and Laio, "Clustering by fast search and find of density peaks" (Science 344, 2014), with the density
         of Du et al., "Study on density peaks clustering based on k-nearest neighbors and PCA" (2016).
     """
+    from tokenprune.kernels import host_loops
+
     points, is_masked, is_cpu = x.float(), None, x.device.type == "cpu"
     # On the CPU, a check is cheaper than the passes that it avoids.
     if not (is_cpu and mask.numpy().all() and is_all_finite(x)):
@@ -53,7 +54,7 @@ def density_peaks(
     density = -_mean_of_known(nearest, count if capped else None)
     if is_masked is not None:
         density = density.masked_fill(barred, -torch.inf)
-    peak = (measure_peaks if is_cpu else _measure_peaks)(distance, density, is_masked)
+    peak = (host_loops.measure_peaks if is_cpu else _measure_peaks)(distance, density, is_masked)
     score = (density + peak.log()).clamp(min=torch.finfo(torch.float32).min)
     if is_masked is not None:
         score = score.masked_fill(barred, -torch.inf)
@@ -63,7 +64,9 @@ def density_peaks(
 def _mean_of_known(nearest: Tensor, limit: Tensor | None) -> Tensor:
     """Return the mean of the finite entries along the last axis, of the first `limit` ones if it is given."""
     if nearest.device.type == "cpu":
-        finite = find_known(nearest, limit)
+        from tokenprune.kernels import host_loops
+
+        finite = host_loops.find_known(nearest, limit)
         if finite.all():
             return nearest.sum(2) / nearest.shape[2]
         known = torch.from_numpy(finite)

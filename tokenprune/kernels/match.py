@@ -10,7 +10,6 @@ import torch
 
 from tokenprune.kernels.compact import gather_tokens
 from tokenprune.kernels.dispatch import operation
-from tokenprune.kernels.host_loops import find_first_max
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,6 +121,8 @@ def _first_max(x: Tensor) -> tuple[Tensor, Tensor]:
     num_blocks = x.shape[2] // _BLOCK
     if num_blocks < 8:
         if x.device.type == "cpu":
+            from tokenprune.kernels.host_loops import find_first_max
+
             return find_first_max(x, TIE)
         best = x.amax(dim=2)
         return best, _first_tie(x, best)
