@@ -86,7 +86,7 @@ def take_several(name: str, file: bytes, cores: int) -> tuple[float, float, int]
 
 
 def in_turn(names: list[str], rounds: int, run: Callable[[str], Any]) -> dict[str, list[Any]]:
-    """Return what `run` returns of each name in each round. Each round begins with another name."""
+    """Call `run` with every name in each round, and return the results by name. Each round starts with another name."""
     results: dict[str, list[Any]] = {name: [] for name in names}
     for index in range(rounds):
         turn = index % len(names)

@@ -175,7 +175,7 @@ def load_data(
 
 
 def _notes(questions: Sequence[Question]) -> tuple[str, ...]:
-    """Return a note on animated images, of which only the first frame is read."""
+    """Return a note on animated images. Only their first frame is read."""
     animated = [question.where for question in questions if any(map(is_animated, question.sources))]
     if not animated:
         return ()

@@ -183,14 +183,19 @@ def test_the_same_budget_by_a_smaller_image_stands_beside_it() -> None:
 
 def test_large_photographs_get_a_limit_before_the_method() -> None:
     """Python, vLLM and the config have the limit, and other rows say when to set it, in the words of `profile`."""
-    found = recommend("demo_qwen", task="clients")
+    recommendation = recommend("demo_qwen", task="clients")
     row = ADVICE["clients"]
     limit = row.max_visual_tokens
-    assert found.setting["max_visual_tokens"] == json.loads(found.config)["max_visual_tokens"] == limit == 320
-    assert json.loads(shlex.split(found.vllm)[1]) == {"tokenprune": found.setting}
-    assert found.smaller == "" and any("load_image" in note for note in found.notes)
+    assert (
+        recommendation.setting["max_visual_tokens"]
+        == json.loads(recommendation.config)["max_visual_tokens"]
+        == limit
+        == 320
+    )
+    assert json.loads(shlex.split(recommendation.vllm)[1]) == {"tokenprune": recommendation.setting}
+    assert recommendation.smaller == "" and any("load_image" in note for note in recommendation.notes)
     model, processor = tokenprune.demo_model("demo_qwen", device="cpu")
-    with tokenprune.patched(model, config=found.setting, processor=processor):
+    with tokenprune.patched(model, config=recommendation.setting, processor=processor):
         by_config = repr(model)
         content = [{"type": "image", "image": Image.new("RGB", (600, 600))}, {"type": "text", "text": "what?"}]
         chat = [{"role": "user", "content": content}]
@@ -198,7 +203,7 @@ def test_large_photographs_get_a_limit_before_the_method() -> None:
         model(**inputs)
         assert limit * row.keep * 0.9 < tokenprune.stats(model).visual_tokens_out <= limit * row.keep
     try:
-        exec(found.python, {"tokenprune": tokenprune, "model": model, "processor": processor})
+        exec(recommendation.python, {"tokenprune": tokenprune, "model": model, "processor": processor})
         assert repr(model) == by_config and "keep=320" in by_config
     finally:
         tokenprune.unpatch(model)

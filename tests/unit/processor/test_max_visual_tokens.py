@@ -203,11 +203,11 @@ def test_other_processors_make_at_most_so_many(name: str) -> None:
         for most in (least, (least + full) // 2, full, full + 1):
             budget = max(2, most)
             patch_processor(processor, keep=budget)
-            made = case.real(processor, image)
+            tokens = case.real(processor, image)
             unpatch_processor(processor)
-            assert made <= budget and (made == full or full > most)
+            assert tokens <= budget and (tokens == full or full > most)
             if name in RESIZED:
-                assert made >= 0.85 * max((count for count in counts if count <= budget), default=1), (size, budget)
+                assert tokens >= 0.85 * max((count for count in counts if count <= budget), default=1), (size, budget)
 
 
 def test_what_no_size_can_give_is_refused() -> None:
