@@ -80,12 +80,12 @@ def test_tower_matches_naive_loop(family: Family, build, attn: str, proportional
 def test_mlps_run_on_fewer_tokens(family: Family, model) -> None:
     inputs = family.make_inputs()
     count = tower_of(model).embeddings(tiles(model)).shape[1]
-    last = 0 if family.name == "llava_onevision" else 1  # LLaVA does not read the last block
-    plan = [3] * (3 - last) + [0] * last
-    with tokenprune.patched(model, "tome", r=3), tokens_in_mlps(model) as seen:
+    num_unread = 0 if family.name == "llava_onevision" else 1  # LLaVA does not read the last block
+    plan = [3] * (3 - num_unread) + [0] * num_unread
+    with tokenprune.patched(model, "tome", r=3), tokens_in_mlps(model) as token_counts:
         model(**inputs)
         stats = tokenprune.stats(model)
-    assert seen == [count - 3, count - 6, count - 6 - plan[2]]
+    assert token_counts == [count - 3, count - 6, count - 6 - plan[2]]
     entered = stats.encoder_tokens_per_layer
     images = entered[0] // count
     assert entered == [images * n for n in (count, count - 3, count - 6)]
@@ -102,35 +102,35 @@ def test_merging_duplicates_changes_no_output(proportional: bool) -> None:
     image = tiles(model, 1).view(1, 3, 6, 4, 3, 2, 4)
     pixels = image[..., :1, :].expand_as(image).reshape(1, 3, 24, 24)
     want = tower_of(model)(pixels, output_hidden_states=True).hidden_states
-    with tokenprune.patched(model, "tome", r=[18], proportional=proportional), tokens_in_mlps(model) as seen:
+    with tokenprune.patched(model, "tome", r=[18], proportional=proportional), tokens_in_mlps(model) as token_counts:
         got = tower_of(model)(pixels, output_hidden_states=True).hidden_states
-    assert seen == [19, 19, 19]
+    assert token_counts == [19, 19, 19]
     worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
     assert worst < 1e-5 if proportional else worst > 1e-3
 
 
-def groups_of(features: list[Tensor]) -> list[list[list[int]]]:
+def group_equal_features(features: list[Tensor]) -> list[list[list[int]]]:
     """Return the indices of bit-equal features of each image. Each newline is a separate group."""
-    found = []
+    groups_per_image = []
     for image in features:
         groups: list[list[int]] = []
-        for place, feature in enumerate(image):
+        for token_index, feature in enumerate(image):
             same = [group for group in groups if torch.equal(image[group[0]], feature)]
-            same[0].append(place) if same else groups.append([place])
-        found.append(groups)
-    return found
+            same[0].append(token_index) if same else groups.append([token_index])
+        groups_per_image.append(groups)
+    return groups_per_image
 
 
 def expected_sources(family: Family, model: Any, inputs: Any, features: list[Tensor]) -> list[dict[int, list[int]]]:
     newline = getattr(model.model, "image_newline", None)
     sources, image = [], 0
-    for places in pieces(family, inputs):
+    for row_positions in pieces(family, inputs):
         row: dict[int, list[int]] = {}
-        for position in places:
-            for group in groups_of([features[image]])[0]:
+        for positions in row_positions:
+            for group in group_equal_features([features[image]])[0]:
                 is_newline = newline is not None and torch.equal(features[image][group[0]], newline)
-                for part in [[place] for place in group] if is_newline else [group]:
-                    row[position[part[0]]] = [position[place] for place in part]
+                for part in [[token_index] for token_index in group] if is_newline else [group]:
+                    row[positions[part[0]]] = [positions[token_index] for token_index in part]
             image += 1
         sources.append(row)
     return sources
@@ -151,30 +151,30 @@ def test_decoder_gets_one_token_per_group(family: Family, model, batch: str) -> 
     assert stats.visual_tokens_in == sum(map(sum, inputs.counts))
     assert stats.visual_tokens_out == sum(map(len, want)) < stats.visual_tokens_in
     assert stats.visual_tokens_per_layer == [stats.visual_tokens_out] * 4
-    visual, real = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
+    visual, attention_mask = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
     alive = survivors(cut, inputs["input_ids"].shape[1])
-    assert torch.equal(alive & ~visual, real & ~visual)
+    assert torch.equal(alive & ~visual, attention_mask & ~visual)
     assert [row.nonzero().flatten().tolist() for row in alive & visual] == [sorted(row) for row in want]
     # By hand: the unpatched decoder on the kept tokens of each row, at their positions.
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     embeds[visual] = torch.cat(output.pooler_output)
-    begin = real.long().cumsum(1) - 1
+    begin = attention_mask.long().cumsum(1) - 1
     for row in range(len(alive)):
-        left = alive[row].nonzero().flatten()
+        kept = alive[row].nonzero().flatten()
         hidden = model.model.language_model(
-            inputs_embeds=embeds[row, left][None], position_ids=left[None], attention_mask=torch.ones(1, len(left))
+            inputs_embeds=embeds[row, kept][None], position_ids=kept[None], attention_mask=torch.ones(1, len(kept))
         ).last_hidden_state
-        assert begin[row, left[0]] >= 0
-        close(got[row, left], model.lm_head(hidden)[0])
+        assert begin[row, kept[0]] >= 0
+        close(got[row, kept], model.lm_head(hidden)[0])
 
 
 def test_keep_is_the_share_of_patches() -> None:
     model = FAMILIES["llava"].build()
     inputs = FAMILIES["llava"].make_inputs(images=(2, 1))
-    for keep, left in ((0.5, 18), (0.25, 9), (0.9, 32), (20, 20), (36, 36), (1000, 36)):
+    for keep, num_kept in ((0.5, 18), (0.25, 9), (0.9, 32), (20, 20), (36, 36), (1000, 36)):
         with tokenprune.patched(model, "tome", keep=keep):
             model(**inputs)
-            assert tokenprune.stats(model).visual_tokens_out == 3 * left
+            assert tokenprune.stats(model).visual_tokens_out == 3 * num_kept
 
 
 @pytest.mark.parametrize("method", ["tome", ["tome", "fastv"], ["tome", "divprune"], ["tome", "pool", "dart"]])
@@ -202,8 +202,8 @@ def test_beams_and_samples(family: Family, model) -> None:
         assert tokenprune.stats(model).cuts[0].sources == [row for row in cut.sources for _ in range(3)]
         model.generate(**inputs, max_new_tokens=2, do_sample=True, num_return_sequences=2)
         assert tokenprune.stats(model).cuts[0].kept == [row for row in cut.kept for _ in range(2)]
-        alone = model.generate(**family.make_inputs(images=(2, 1), only=1), max_new_tokens=4, num_beams=3)
-    assert torch.equal(beams[1, -4:], alone[0, -4:])
+        single = model.generate(**family.make_inputs(images=(2, 1), only=1), max_new_tokens=4, num_beams=3)
+    assert torch.equal(beams[1, -4:], single[0, -4:])
 
 
 @torch.no_grad()

@@ -42,9 +42,9 @@ def naive_scores(
     for layer in layers:
         maps = [weights for *_, weights in run.calls[BLOCKS[layer][family.name]]]
         if family.name in CLASS_TOKEN:
-            tiles = [tile[:, 0, 1:].T for of_call in maps for tile in of_call]
+            tiles = [tile[:, 0, 1:].T for call_maps in maps for tile in call_maps]
         else:
-            tiles = [tile.mean(1).T for of_call in maps for tile in of_call]
+            tiles = [tile.mean(1).T for call_maps in maps for tile in call_maps]
         scores[layer] = run.average(torch.cat(tiles))
     if not family.name.startswith(("qwen", "glm")):
         return run.cells, scores
@@ -77,27 +77,27 @@ CASES = [
 @pytest.mark.parametrize(("family", "batch"), CASES)
 @torch.no_grad()
 def test_scores_and_cells_match_naive(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method sees the attention maps of the eager tower for each attention implementation, also in generate."""
+    """A method gets the attention maps of the eager tower for each attention implementation, also in generate."""
     inputs = family.make_inputs(**BATCHES[batch])
     model = build(family, "eager")
     cells, scores = naive_scores(family, model, inputs, monkeypatch, (0.25, -1))
-    flat = {tuple(place): i for i, place in enumerate(family.visual_mask(model, inputs).nonzero().tolist())}
-    method, seen = make_seer(site="IN_LLM" if batch == "text beside" else "PRE_LLM")
+    flat = {tuple(index): i for i, index in enumerate(family.visual_mask(model, inputs).nonzero().tolist())}
+    method, calls = make_seer(site="IN_LLM" if batch == "text beside" else "PRE_LLM")
     for model in (build(family), build(family, "eager")):
         with tokenprune.patched(model, method, keep=0.5):
             model(**inputs)
             model.generate(**inputs, max_new_tokens=1)
-    assert len(seen) == 4
-    for saw in seen:
-        for segment, (row, count) in enumerate(zip(saw.segments.row, saw.segments.counts, strict=True)):
-            own = [flat[row, place] for place in saw.segments.position[segment, :count].tolist()]
-            for layer, got in saw.maps.items():
+    assert len(calls) == 4
+    for call in calls:
+        for segment, (row, count) in enumerate(zip(call.segments.row, call.segments.counts, strict=True)):
+            tokens = [flat[row, position] for position in call.segments.position[segment, :count].tolist()]
+            for layer, got in call.maps.items():
                 assert got.dtype == torch.float32
-                close(got[segment, :, :count].T, scores[layer][own], 1e-6)
+                close(got[segment, :, :count].T, scores[layer][tokens], 1e-6)
                 assert not got[segment, :, count:].any()
-            assert int(saw.patches.tile.max()) < saw.patches.tiles
-            got = torch.stack([x for x in vars(saw.patches).values() if isinstance(x, torch.Tensor)])[:, segment]
-            want = [cells[i] for i in own]
+            assert int(call.patches.tile.max()) < call.patches.tiles
+            got = torch.stack([x for x in vars(call.patches).values() if isinstance(x, torch.Tensor)])[:, segment]
+            want = [cells[i] for i in tokens]
             first = min(cell[0] for cell in want if cell[0] >= 0)
             for cell, other in zip(want, got[:, :count].T.tolist(), strict=True):
                 assert other[0] == -1 if cell[0] < 0 else other == [cell[0] - first, *cell[1:]]
@@ -122,12 +122,12 @@ def test_flash_attention_in_the_tower(name: str, build) -> None:
     inputs = family.make_inputs(images=(1, 2), video=True)
     flash = family.build()
     tower_of(flash).config._attn_implementation = "flash_packed_stand_in"
-    method, seen = make_seer()
+    method, calls = make_seer()
     for model in (build(family), flash):
         with tokenprune.patched(model, method, keep=0.5):
             model(**inputs)
     for layer in (0.25, -1):
-        close(seen[1].maps[layer], seen[0].maps[layer])
+        close(calls[1].maps[layer], calls[0].maps[layer])
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
@@ -137,10 +137,10 @@ def test_packed_images_of_any_size(name: str, side: int, attn: str, monkeypatch:
     """Pixtral's tower, in LLaVA and Mistral 3: scores compare the patches of one image only."""
     vision = dict(model_type="pixtral", hidden_size=32, num_hidden_layers=3, num_attention_heads=2, image_size=64,
                   patch_size=4, intermediate_size=32, head_dim=16)  # fmt: skip
-    more = dict(spatial_merge_size=2) if side == 2 else dict(vision_feature_select_strategy="full")
+    options = dict(spatial_merge_size=2) if side == 2 else dict(vision_feature_select_strategy="full")
     config = CONFIG_MAPPING[name](
         text_config={**TEXT, "model_type": "mistral"}, vision_config=vision, image_token_id=IMAGE,
-        vision_feature_layer=-1, **more,
+        vision_feature_layer=-1, **options,
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation=attn).eval()
@@ -151,7 +151,7 @@ def test_packed_images_of_any_size(name: str, side: int, attn: str, monkeypatch:
     counts = [h // 4 // side * (w // 4 // side) for h, w in sizes.tolist()]
     ids = torch.tensor([[5, *(token for n in counts for token in [*[IMAGE] * n, 7])]])
     inputs = dict(input_ids=ids, pixel_values=pixels, image_sizes=sizes)
-    method, seen = make_seer((0, -1))
+    method, calls = make_seer((0, -1))
     with tokenprune.patched(model, method, keep=0.5):
         model(**inputs)
     maps: list[Tensor] = []
@@ -162,20 +162,20 @@ def test_packed_images_of_any_size(name: str, side: int, attn: str, monkeypatch:
     )
     model.model.vision_tower.config._attn_implementation = "eager"
     model(**inputs)
-    (saw,) = seen
+    (call,) = calls
     for layer, index in {0: 0, -1: 2}.items():
         start = 0
         for segment, (height, width) in enumerate((sizes // 4).tolist()):
-            own = slice(start, start := start + height * width)
-            received = maps[index][0, :, own, own].mean(1)
+            patch_slice = slice(start, start := start + height * width)
+            received = maps[index][0, :, patch_slice, patch_slice].mean(1)
             square = received.view(2, height // side, side, width // side, side).mean((2, 4)).flatten(1)
-            close(saw.maps[layer][segment, :, : counts[segment]], square, 1e-6)
-            places = torch.cartesian_prod(torch.arange(height // side), torch.arange(width // side))
-            assert torch.equal(saw.patches.row[segment, : counts[segment]], places[:, 0])
-            assert torch.equal(saw.patches.column[segment, : counts[segment]], places[:, 1])
-            assert saw.patches.tile[segment, : counts[segment]].unique().tolist() == [0]
-            assert (saw.patches.height[segment, 0], saw.patches.width[segment, 0]) == (height // side, width // side)
-            assert saw.patches.size[segment, 0] == side**2
+            close(call.maps[layer][segment, :, : counts[segment]], square, 1e-6)
+            cells = torch.cartesian_prod(torch.arange(height // side), torch.arange(width // side))
+            assert torch.equal(call.patches.row[segment, : counts[segment]], cells[:, 0])
+            assert torch.equal(call.patches.column[segment, : counts[segment]], cells[:, 1])
+            assert call.patches.tile[segment, : counts[segment]].unique().tolist() == [0]
+            assert (call.patches.height[segment, 0], call.patches.width[segment, 0]) == (height // side, width // side)
+            assert call.patches.size[segment, 0] == side**2
 
 
 @torch.no_grad()
@@ -183,13 +183,13 @@ def test_any_block_can_be_read(build, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index from the front (also of a block that the model does not read), an index from the back, and a share."""
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs()
-    method, seen = make_seer((0, 1, 2, -2, 0.9))
+    method, calls = make_seer((0, 1, 2, -2, 0.9))
     with tokenprune.patched(model, method, keep=0.5):
         model(**inputs)
     for layer, block in {0: 0, 1: 1, 2: 2, -2: 0, 0.9: 1}.items():
         monkeypatch.setitem(BLOCKS, layer, {"llava": block})
         want = naive_scores(family, model, inputs, monkeypatch, (layer,))[1][layer]
-        close(seen[0].maps[layer].transpose(1, 2).flatten(0, 1), want, 1e-6)
+        close(calls[0].maps[layer].transpose(1, 2).flatten(0, 1), want, 1e-6)
     for layer in (3, -3, 1.5):
         with pytest.raises(OptionError, match=f"{layer}"):
             tokenprune.patch(model, make_seer((layer,))[0], keep=0.5)
@@ -198,24 +198,24 @@ def test_any_block_can_be_read(build, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def in_one_thread(model: Any, job: Any) -> Tensor:
+def compute_logits(model: Any, job: Any) -> Tensor:
     return model(**job).logits
 
 
 def test_threads_do_not_mix(family: Family, model) -> None:
     jobs = [family.make_inputs(seed=seed, images=images) for seed, images in enumerate([(2, 1), (1, 0)])]
     with tokenprune.patched(model, "vscan", keep=0.3):
-        alone = [in_one_thread(model, job) for job in jobs]
-        meet = threading.Barrier(len(jobs))
+        sequential = [compute_logits(model, job) for job in jobs]
+        barrier = threading.Barrier(len(jobs))
 
         def wait(*_: Any) -> None:
-            meet.wait(20)
+            barrier.wait(20)
 
         handle = attentions_of(model)[0].register_forward_pre_hook(wait)
         try:
             with ThreadPoolExecutor(len(jobs)) as pool:
-                together = list(pool.map(lambda job: in_one_thread(model, job), jobs))
+                parallel = list(pool.map(lambda job: compute_logits(model, job), jobs))
         finally:
             handle.remove()
-    for got, want in zip(together, alone, strict=True):
+    for got, want in zip(parallel, sequential, strict=True):
         assert torch.equal(got, want)

@@ -36,10 +36,10 @@ def test_unknown_towers_raise(build, monkeypatch: pytest.MonkeyPatch) -> None:
                   patch_size=4)  # fmt: skip
     config = LlavaConfig(text_config={**TEXT, "model_type": "llama"}, vision_config=vision, image_token_id=IMAGE)
     model = AutoModelForImageTextToText.from_config(config)
-    was = snapshot(model)
+    before = snapshot(model)
     with pytest.raises(UnsupportedSetupError, match=r"supports the vision towers CLIP.*not Dinov2Model"):
         tokenprune.patch(model, "vscan", keep=0.3)
-    assert snapshot(model) == was and not tokenprune.is_patched(model)
+    assert snapshot(model) == before and not tokenprune.is_patched(model)
     monkeypatch.setitem(families.FAMILIES, "internvl", replace(families.FAMILIES["internvl"], patches=None))
     with pytest.raises(UnsupportedSetupError, match=r"'internvl'.*`patches` in its row"):
         tokenprune.patch(build(FAMILIES["internvl"]), "vscan", keep=0.3)
@@ -95,10 +95,10 @@ def test_class_token_among_features() -> None:
     first = int((ids[0] == IMAGE).long().argmax())
     inputs["input_ids"] = torch.cat([ids[:, :first], ids[:, first : first + 1], ids[:, first:]], 1)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    method, seen = make_seer()
+    method, calls = make_seer()
     with tokenprune.patched(model, method, keep=0.5):
         model(**inputs)
-    assert seen[0].patches.tile[0].tolist() == [-1] + [0] * 36 and not seen[0].maps[-1][0, :, 0].any()
+    assert calls[0].patches.tile[0].tolist() == [-1] + [0] * 36 and not calls[0].maps[-1][0, :, 0].any()
     with tokenprune.patched(model, "vscan", keep=0.3, record=True):
         got = model(**inputs).logits[:, -1]
         cuts = tokenprune.stats(model).cuts

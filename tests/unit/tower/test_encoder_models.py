@@ -49,9 +49,9 @@ def test_threads_do_not_mix(build) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    for one, other in zip(got, want, strict=True):
-        assert all(map(torch.equal, one.pooler_output, other.pooler_output))
-        assert all(map(torch.equal, get_record(one).groups, get_record(other).groups))
+    for actual, expected in zip(got, want, strict=True):
+        assert all(map(torch.equal, actual.pooler_output, expected.pooler_output))
+        assert all(map(torch.equal, get_record(actual).groups, get_record(expected).groups))
 
 
 # -- unsupported setups ------------------------------------------------------------------------------------------------
@@ -59,10 +59,10 @@ def test_threads_do_not_mix(build) -> None:
 
 def test_other_families_raise_with_reason() -> None:
     model = OTHERS["vipllava"].build()
-    was = snapshot(model)
+    before = snapshot(model)
     with pytest.raises(UnsupportedSetupError, match="tome cannot act in the tower of 'vipllava', where the"):
         tokenprune.patch(model, "tome", keep=0.5)
-    assert snapshot(model) == was and not tokenprune.is_patched(model)
+    assert snapshot(model) == before and not tokenprune.is_patched(model)
 
 
 REFUSED = {
@@ -78,10 +78,10 @@ REFUSED = {
 def test_unsupported_setups_raise_before_changes(case: str, build) -> None:
     options, error, words = REFUSED[case]
     model = build(FAMILIES["llava"])
-    was = snapshot(model)
+    before = snapshot(model)
     with pytest.raises(error, match=words):
         tokenprune.patch(model, "tome", **options)
-    assert snapshot(model) == was
+    assert snapshot(model) == before
 
 
 def test_attention_without_bias_raises(build) -> None:

@@ -29,23 +29,23 @@ LEFT = {
 }
 
 
-def encoded(method: str, family: str = "qwen2_5_vl", **options: Any) -> Any:
+def encode_images(method: str, family: str = "qwen2_5_vl", **options: Any) -> Any:
     family = FAMILIES[family]
     model, inputs = family.build(), family.make_inputs(images=(2, 1))
     with torch.no_grad(), tokenprune.patched(model, method, keep=0.5, **options):
         return model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
 
 
-def written(record: EncoderRecord) -> set[str]:
+def list_written(record: EncoderRecord) -> set[str]:
     return {field.name for field in fields(record) if getattr(record, field.name) is not None}
 
 
 @pytest.mark.parametrize("method", LEFT)
 def test_patch_leaves_one_item(method: str) -> None:
-    output = encoded(method)
+    output = encode_images(method)
     assert [name for name in output if name.startswith("tokenprune")] == [KEY]
     assert not [name for name in vars(output) if name.startswith("tokenprune") and name != KEY]
-    assert written(get_record(output)) - {"looks"} == LEFT[method]
+    assert list_written(get_record(output)) - {"looks"} == LEFT[method]
 
 
 def test_reading_does_not_change_an_output() -> None:
@@ -59,31 +59,31 @@ def test_reading_does_not_change_an_output() -> None:
 
 
 def test_index_tensors_move_with_the_output() -> None:
-    output = encoded("tome")
+    output = encode_images("tome")
     moved = send_to_device({"mm_encoder_outputs": {"image": output}}, torch.device("meta"))
-    there, here = get_record(moved["mm_encoder_outputs"]["image"]), get_record(output)
-    assert {one.device.type for one in [*there.groups, *there.owners]} == {"meta"}
-    assert {one.device.type for one in [*here.groups, *here.owners]} == {"cpu"}
-    assert (there.grids, there.block_tokens) == (here.grids, here.block_tokens)
+    moved_record, record = get_record(moved["mm_encoder_outputs"]["image"]), get_record(output)
+    assert {tensor.device.type for tensor in [*moved_record.groups, *moved_record.owners]} == {"meta"}
+    assert {tensor.device.type for tensor in [*record.groups, *record.owners]} == {"cpu"}
+    assert (moved_record.grids, moved_record.block_tokens) == (record.grids, record.block_tokens)
 
 
 def test_scores_move_when_they_are_read() -> None:
-    output = encoded("vscan")
-    there = get_record(send_to_device(output, torch.device("meta")))
-    assert there.encoded is get_record(output).encoded and get_record(output).attention is None
+    output = encode_images("vscan")
+    moved = get_record(send_to_device(output, torch.device("meta")))
+    assert moved.encoded is get_record(output).encoded and get_record(output).attention is None
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda output: pickle.loads(pickle.dumps(output))])
+@pytest.mark.parametrize("duplicated", [copy.deepcopy, lambda output: pickle.loads(pickle.dumps(output))])
 @pytest.mark.parametrize("method", ["tome", "vscan"])
-def test_copies_of_an_output_have_separate_records(method: str, copied: Any) -> None:
-    output = encoded(method)
-    mine, theirs = get_record(output), get_record(copied(output))
-    assert theirs is not mine and written(theirs) == written(mine)
-    assert theirs.grids == mine.grids and theirs.block_tokens == mine.block_tokens
+def test_copies_of_an_output_have_separate_records(method: str, duplicated: Any) -> None:
+    output = encode_images(method)
+    original, duplicate = get_record(output), get_record(duplicated(output))
+    assert duplicate is not original and list_written(duplicate) == list_written(original)
+    assert duplicate.grids == original.grids and duplicate.block_tokens == original.block_tokens
     for name in ("groups", "owners"):
-        assert all(map(torch.equal, getattr(theirs, name) or [], getattr(mine, name) or []))
-    for key, values in (mine.encoded.values if mine.encoded else {}).items():
-        assert torch.equal(theirs.encoded.values[key], values)
+        assert all(map(torch.equal, getattr(duplicate, name) or [], getattr(original, name) or []))
+    for key, values in (original.encoded.values if original.encoded else {}).items():
+        assert torch.equal(duplicate.encoded.values[key], values)
 
 
 def test_each_field_has_one_writer() -> None:
@@ -95,8 +95,8 @@ def test_each_field_has_one_writer() -> None:
             continue
         for node in ast.walk(ast.parse(text)):
             for target in node.targets if isinstance(node, ast.Assign) else []:
-                for one in target.elts if isinstance(target, ast.Tuple) else [target]:
-                    of = ast.unparse(one.value) if isinstance(one, ast.Attribute) else ""
-                    if of == "record" or of.startswith("open_record("):
-                        writers[one.attr] += 1
+                for element in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    owner = ast.unparse(element.value) if isinstance(element, ast.Attribute) else ""
+                    if owner == "record" or owner.startswith("open_record("):
+                        writers[element.attr] += 1
     assert writers == dict.fromkeys(names, 1)

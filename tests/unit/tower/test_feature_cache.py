@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def told(model: Any) -> dict[str, Any]:
+def read_stats(model: Any) -> dict[str, Any]:
     """Return the statistics of a call without times and cache counts."""
     return tokenprune.stats(model).as_dict() | {"feature_cache": None, "overhead_ms": None}
 
@@ -42,14 +42,14 @@ def test_answers_match_encoding_again(family: Family, model, method: str) -> Non
     inputs = family.make_inputs(images=(2, 1))
     questions = [inputs, inputs, another_question(inputs, 1)]
     with tokenprune.patched(model, method, keep=0.4, record=True, **KINDS[method]):
-        want = [(*generate_logits(model, one, 2)[:2], told(model)) for one in questions]
+        want = [(*generate_logits(model, question, 2)[:2], read_stats(model)) for question in questions]
     assert not torch.equal(want[0][0], want[2][0])
     with tokenprune.patched(model, method, keep=0.4, record=True, feature_cache=ROOM, **KINDS[method]):
         with tower_calls(model) as calls:
             for question, (logits, tokens, stats) in zip(questions, want, strict=True):
                 again, same, _ = generate_logits(model, question, 2)
                 assert torch.equal(again, logits) and torch.equal(same, tokens)
-                assert told(model) == stats
+                assert read_stats(model) == stats
         assert len(calls) == 1
         hits, misses = counts(model)
         assert misses and hits == 2 * misses
@@ -64,7 +64,7 @@ def test_videos(method: str, build: Callable, name: str = "qwen2_5_vl") -> None:
         want = generate_logits(model, inputs, 2)[0]
     with tokenprune.patched(model, method, keep=0.4, feature_cache=ROOM):
         got = [generate_logits(model, inputs, 2)[0] for _ in range(3)]
-        assert all(torch.equal(one, want) for one in got)
+        assert all(torch.equal(logits, want) for logits in got)
         hits, misses = counts(model)
         assert hits == 2 * misses
 
@@ -74,11 +74,16 @@ def test_the_tower_runs_once_for_ten_questions(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     with tokenprune.patched(model, "cdpruner", keep=0.5, feature_cache=ROOM), tower_calls(model) as calls:
-        for number in range(10):
-            model.generate(**another_question(inputs, number), max_new_tokens=2)
-        found = tokenprune.stats(model).feature_cache
-        assert len(calls) == 1 and (found.hits, found.misses, found.entries, found.evictions) == (9, 1, 1, 0)
-        assert 0 < found.bytes <= found.limit == ROOM
+        for index in range(10):
+            model.generate(**another_question(inputs, index), max_new_tokens=2)
+        cache_counts = tokenprune.stats(model).feature_cache
+        assert len(calls) == 1 and (
+            cache_counts.hits,
+            cache_counts.misses,
+            cache_counts.entries,
+            cache_counts.evictions,
+        ) == (9, 1, 1, 0)
+        assert 0 < cache_counts.bytes <= cache_counts.limit == ROOM
         assert "feature cache: 9 hits, 1 misses" in repr(tokenprune.stats(model))
         assert f"tokenprune: feature_cache={ROOM}" in repr(model)
 
@@ -86,8 +91,8 @@ def test_the_tower_runs_once_for_ten_questions(build: Callable) -> None:
 # -- images one by one -------------------------------------------------------------------------------------------------
 
 
-def one_by_one(family: Family) -> tuple[dict, dict, dict]:
-    """A prompt with one image, a prompt with this image and another, and a prompt with both in reverse order."""
+def make_prompts(family: Family) -> tuple[dict, dict, dict]:
+    """Return prompts with one image, with the same and a second image, and with both in reverse order."""
     first = family.make_inputs(images=(1, 1), only=0, sizes=family.sizes[:1] * 2)
     both = family.make_inputs(images=(1, 1), sizes=family.sizes[:1] * 2)
     swapped = {name: value.flip(0) for name, value in both.items()}
@@ -101,24 +106,24 @@ def one_by_one(family: Family) -> tuple[dict, dict, dict]:
 @torch.no_grad()
 def test_only_new_images_are_encoded(name: str, method: str, build: Callable) -> None:
     family = FAMILIES[name]
-    model, (first, both, swapped) = build(family), one_by_one(family)
+    model, (first, both, swapped) = build(family), make_prompts(family)
     with tokenprune.patched(model, method, keep=0.4):
-        want = [model(**one).logits for one in (first, both, swapped)]
+        want = [model(**prompt).logits for prompt in (first, both, swapped)]
     with tokenprune.patched(model, method, keep=0.4, feature_cache=ROOM), tower_calls(model) as calls:
-        alone = model(**first).logits
-        assert torch.equal(alone, want[0])
+        logits = model(**first).logits
+        assert torch.equal(logits, want[0])
         entries = tokenprune.feature_cache(model).counts().entries
         close(model(**both).logits, want[1])
         assert tokenprune.feature_cache(model).counts().entries == 2 * entries
         assert calls == [calls[0]] * 2  # the same as for the first
         close(model(**swapped).logits, want[2])
         assert len(calls) == 2
-        assert torch.equal(model(**first).logits, alone)
+        assert torch.equal(model(**first).logits, logits)
         assert counts(model) == (entries + 2 * entries + entries, 2 * entries)
 
 
-def seen(record: Any) -> list[float] | None:
-    """Return the guard's values of the images."""
+def read_looks(record: Any) -> list[float] | None:
+    """Return the statistics that the guard recorded for the images."""
     return None if record.looks is None else [record.looks.count, *record.looks.read()]
 
 
@@ -127,24 +132,24 @@ def seen(record: Any) -> list[float] | None:
 def test_tower_values_are_joined(name: str, build: Callable) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
-    given = {one: inputs[one] for one in ("pixel_values", "image_sizes", "image_grid_thw") if one in inputs}
+    image_inputs = {key: inputs[key] for key in ("pixel_values", "image_sizes", "image_grid_thw") if key in inputs}
     with tokenprune.patched(model, "vscan", keep=0.5, guard="warn"):
-        want = get_record(model.model.get_image_features(**given))
+        want = get_record(model.model.get_image_features(**image_inputs))
     with tokenprune.patched(model, "vscan", keep=0.5, guard="warn", feature_cache=ROOM):
         for _ in range(2):
-            got = get_record(model.model.get_image_features(**given))
+            got = get_record(model.model.get_image_features(**image_inputs))
             assert torch.equal(got.encoded.tokens.cells, want.encoded.tokens.cells)
             assert got.encoded.tokens.tiles == want.encoded.tokens.tiles and got.grids == want.grids
             assert got.encoded.values.keys() == want.encoded.values.keys()
             assert all(torch.equal(value, want.encoded.values[key]) for key, value in got.encoded.values.items())
-            assert seen(got) == seen(want)
+            assert read_looks(got) == read_looks(want)
 
 
 @torch.no_grad()
 def test_repeated_image_is_encoded_once(build: Callable) -> None:
     family = FAMILIES["gemma3"]
-    model, one = build(family), family.make_inputs(only=0)
-    twice = {name: torch.cat([value, value]) for name, value in one.items()}
+    model, inputs = build(family), family.make_inputs(only=0)
+    twice = {name: torch.cat([value, value]) for name, value in inputs.items()}
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM), tower_calls(model) as calls:
         logits = model(**twice).logits
         assert torch.equal(logits[0], logits[1]) and calls == [1]
@@ -183,15 +188,15 @@ def test_two_threads(limit: int, build: Callable) -> None:
     family = FAMILIES["llava"]
     model, images = build(family), [family.make_inputs(only=0, seed=seed) for seed in range(3)]
     with torch.no_grad(), tokenprune.patched(model, "vscan", keep=0.5):
-        want = [model(**one).logits for one in images]
+        want = [model(**inputs).logits for inputs in images]
     wrong: list[Any] = []
 
     @torch.no_grad()
     def ask(order: tuple[int, ...]) -> None:
-        for number in order * 3:
+        for index in order * 3:
             try:
-                if not torch.equal(model(**images[number]).logits, want[number]):
-                    wrong.append(number)
+                if not torch.equal(model(**images[index]).logits, want[index]):
+                    wrong.append(index)
             except Exception as error:
                 wrong.append(error)
 
@@ -199,21 +204,21 @@ def test_two_threads(limit: int, build: Callable) -> None:
         threads = [threading.Thread(target=ask, args=(order,)) for order in ((0, 1, 2), (2, 0, 1))]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
-        found = tokenprune.feature_cache(model).counts()
+        cache_counts = tokenprune.feature_cache(model).counts()
     assert not wrong
-    assert found.hits + found.misses == 18 and found.bytes <= limit
-    assert found.misses >= 3 and (limit < ROOM or found.hits >= 12)
+    assert cache_counts.hits + cache_counts.misses == 18 and cache_counts.bytes <= limit
+    assert cache_counts.misses >= 3 and (limit < ROOM or cache_counts.hits >= 12)
 
 
 @torch.no_grad()
 def test_beams_then_single_answer(build: Callable) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
-    ways = [{"num_beams": 2}, {}, {"num_beams": 2}]
+    options = [{"num_beams": 2}, {}, {"num_beams": 2}]
     with tokenprune.patched(model, "vscan", keep=0.4):
-        want = [model.generate(**inputs, max_new_tokens=3, **way) for way in ways]
+        want = [model.generate(**inputs, max_new_tokens=3, **option) for option in options]
     with tokenprune.patched(model, "vscan", keep=0.4, feature_cache=ROOM):
-        got = [model.generate(**inputs, max_new_tokens=3, **way) for way in ways]
+        got = [model.generate(**inputs, max_new_tokens=3, **option) for option in options]
         assert counts(model) == (6, 3)
     assert all(map(torch.equal, got, want))
 
@@ -238,13 +243,13 @@ def test_unpatch_frees_the_memory(build: Callable) -> None:
         tokenprune.feature_cache(model)
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @torch.no_grad()
-def test_copy_has_a_separate_cache(way: Callable) -> None:
+def test_copy_has_a_separate_cache(make_copy: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
-    other = way(model)  # the model has not run, see docs/start/questions.md
+    other = make_copy(model)  # the model has not run, see docs/start/questions.md
     want = model(**inputs).logits
     assert counts(model) == (0, 1) and counts(other) == (0, 0)
     assert all(torch.equal(other(**inputs).logits, want) for _ in range(2))

@@ -21,21 +21,21 @@ from zoo import FAMILIES
 # -- changes that encode again -----------------------------------------------------------------------------------------
 
 
-def a_pixel(inputs: dict) -> dict:
+def change_pixel(inputs: dict) -> dict:
     pixels = inputs["pixel_values"].clone()
     pixels.view(-1)[5] += 1e-6
     return inputs | {"pixel_values": pixels}
 
 
-def a_dtype(inputs: dict) -> dict:
+def change_dtype(inputs: dict) -> dict:
     return inputs | {"pixel_values": inputs["pixel_values"].double().float().to(torch.bfloat16)}
 
 
-def a_grid(inputs: dict) -> dict:
+def change_grid(inputs: dict) -> dict:
     return inputs | {"image_grid_thw": inputs["image_grid_thw"][:, [0, 2, 1]]}
 
 
-@pytest.mark.parametrize("change", [a_pixel, a_dtype, a_grid])
+@pytest.mark.parametrize("change", [change_pixel, change_dtype, change_grid])
 @torch.no_grad()
 def test_other_content_is_encoded_again(change: Callable, build: Callable) -> None:
     family = FAMILIES["qwen2_vl"]
@@ -56,23 +56,23 @@ def test_other_encoder_options_are_encoded_again(build: Callable) -> None:
         assert counts(model) == (1, 2)
 
 
-def the_layer_read(model: Any) -> None:
+def change_layer(model: Any) -> None:
     model.config.vision_feature_layer = -1
 
 
-def the_attention(model: Any) -> None:
+def change_attention(model: Any) -> None:
     model.model.vision_tower.set_attn_implementation("eager")
 
 
-def an_adapter(model: Any) -> None:
+def add_adapter(model: Any) -> None:
     model.model.vision_tower.active_adapters = ["night"]  # as PEFT marks it
 
 
-def a_hook(model: Any) -> None:
+def add_hook(model: Any) -> None:
     model.model.vision_tower.register_forward_hook(lambda module, args, output: None)
 
 
-@pytest.mark.parametrize("change", [the_layer_read, the_attention, an_adapter, a_hook])
+@pytest.mark.parametrize("change", [change_layer, change_attention, add_adapter, add_hook])
 @torch.no_grad()
 def test_changed_encoder_encodes_again(change: Callable) -> None:
     family = FAMILIES["llava"]
@@ -85,42 +85,42 @@ def test_changed_encoder_encodes_again(change: Callable) -> None:
     assert counts(model) == (1, 2)
 
 
-def loaded(tower: Any) -> None:
+def load_scaled(tower: Any) -> None:
     tower.load_state_dict({name: value * 2 for name, value in tower.state_dict().items()})
 
 
-def assigned(tower: Any) -> None:
+def assign_scaled(tower: Any) -> None:
     tower.load_state_dict({name: value * 2 for name, value in tower.state_dict().items()}, assign=True)
 
 
-def rounded(tower: Any) -> None:
+def round_weights(tower: Any) -> None:
     tower.to(torch.bfloat16).to(torch.float32)
 
 
-def exchanged(tower: Any) -> None:
+def replace_data(tower: Any) -> None:
     for parameter in tower.parameters():
         parameter.data = parameter.data * 2
 
 
-def stepped(tower: Any) -> None:
+def scale_in_place(tower: Any) -> None:
     for parameter in tower.parameters():
         parameter.mul_(2)
 
 
-@each("change", [loaded, assigned, rounded, exchanged, stepped])
+@each("change", [load_scaled, assign_scaled, round_weights, replace_data, scale_in_place])
 @each("part", ["vision_tower", "multi_modal_projector"])
 @torch.no_grad()
 def test_changed_weights_invalidate_the_cache(change: Callable, part: str) -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
-    was = model(**inputs).logits
+    before = model(**inputs).logits
     change(model.get_submodule(f"model.{part}"))
-    now = model(**inputs).logits
+    after = model(**inputs).logits
     assert counts(model) == (0, 2) and tokenprune.feature_cache(model).counts().entries == 1
     tokenprune.unpatch(model)
     with tokenprune.patched(model, "divprune", keep=0.5):
-        assert torch.equal(model(**inputs).logits, now) and not torch.equal(was, now)
+        assert torch.equal(model(**inputs).logits, after) and not torch.equal(before, after)
 
 
 @torch.no_grad()
@@ -128,11 +128,11 @@ def test_weights_written_outside_autograd_need_a_clear() -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
-    was = model(**inputs).logits
+    before = model(**inputs).logits
     model.model.multi_modal_projector.linear_1.weight.data.mul_(2)
     tokenprune.feature_cache(model).clear()
     assert tokenprune.feature_cache(model).counts().bytes == 0
-    assert not torch.equal(model(**inputs).logits, was)
+    assert not torch.equal(model(**inputs).logits, before)
 
 
 @torch.no_grad()
@@ -151,9 +151,9 @@ def test_writing_to_features_does_not_change_answers(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
-        was, handed = (model.model.get_image_features(inputs["pixel_values"]).pooler_output for _ in range(2))
-        want = was[0].clone()
-        handed[0].zero_()
+        stored, returned = (model.model.get_image_features(inputs["pixel_values"]).pooler_output for _ in range(2))
+        want = stored[0].clone()
+        returned[0].zero_()
         assert torch.equal(model.model.get_image_features(inputs["pixel_values"]).pooler_output[0], want)
 
 
@@ -170,8 +170,8 @@ def test_training_and_gradients_bypass_the_cache(build: Callable) -> None:
         model.train()(**inputs)
         model.eval().requires_grad_(False)
     model(**inputs | {"pixel_values": inputs["pixel_values"].clone().requires_grad_()})
-    found = tokenprune.feature_cache(model).counts()
-    assert (found.hits, found.misses, found.not_kept, found.entries) == (0, 0, 3, 0)
+    cache_counts = tokenprune.feature_cache(model).counts()
+    assert (cache_counts.hits, cache_counts.misses, cache_counts.not_kept, cache_counts.entries) == (0, 0, 3, 0)
     model(**inputs), model(**inputs)  # gradients are enabled, but no parameter requires them
     assert counts(model) == (1, 1)
 
@@ -214,13 +214,24 @@ def test_limit_rejects_large_entries_and_evicts_oldest(build: Callable) -> None:
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=size - 1):
         want = model(**images[0]).logits
         assert torch.equal(model(**images[0]).logits, want)
-        found = tokenprune.feature_cache(model).counts()
-        assert (found.hits, found.misses, found.not_kept, found.entries, found.bytes) == (0, 2, 2, 0, 0)
+        cache_counts = tokenprune.feature_cache(model).counts()
+        assert (
+            cache_counts.hits,
+            cache_counts.misses,
+            cache_counts.not_kept,
+            cache_counts.entries,
+            cache_counts.bytes,
+        ) == (0, 2, 2, 0, 0)
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=2 * size + 5):
-        for number in (0, 1, 0, 2):  # 1 is the least recently used entry when 2 is added
-            model(**images[number])
-        found = tokenprune.feature_cache(model).counts()
-        assert (found.hits, found.misses, found.evictions, found.entries) == (1, 3, 1, 2) and found.bytes == 2 * size
+        for index in (0, 1, 0, 2):  # 1 is the least recently used entry when 2 is added
+            model(**images[index])
+        cache_counts = tokenprune.feature_cache(model).counts()
+        assert (cache_counts.hits, cache_counts.misses, cache_counts.evictions, cache_counts.entries) == (
+            1,
+            3,
+            1,
+            2,
+        ) and cache_counts.bytes == 2 * size
         model(**images[0]), model(**images[2])
         assert counts(model) == (3, 3)
         model(**images[1])
@@ -240,7 +251,7 @@ def test_tower_values_count_towards_the_limit(build: Callable) -> None:
 
 
 @dataclasses.dataclass
-class Made:
+class Entry:
     bytes: int
     intact: bool = True
 
@@ -250,9 +261,9 @@ def test_entries_of_replaced_weights_are_not_stored() -> None:
     cache.renew("old weights")
     assert cache.find([b"image", b"image"]) == {}
     cache.renew("new weights")
-    cache.keep("old weights", b"image", Made(1))  # the tower was still running
+    cache.keep("old weights", b"image", Entry(1))  # the tower was still running
     assert cache.find([b"image"]) == {} and cache.counts().not_kept == 1
-    cache.keep("new weights", b"image", Made(4))
-    cache.keep("new weights", b"image", Made(3))  # by two threads
+    cache.keep("new weights", b"image", Entry(4))
+    cache.keep("new weights", b"image", Entry(3))  # by two threads
     assert cache.counts().bytes == 3 and list(cache.find([b"image"])) == [b"image"]
     assert (cache.counts().hits, cache.counts().misses) == (2, 2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tokenprune
 from families import FAMILIES
-from tests.unit.tower.test_frame_merging import NAMES, SET, clips
+from tests.unit.tower.test_frame_merging import NAMES, SET, make_clips
 from tokenprune import Budget, BudgetError, OptionError, TokenPruneError
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.selection import FrameMerger, FrameMix
@@ -25,7 +25,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @torch.no_grad()
 def test_encoded_videos_hit_the_cache(family: Family, build) -> None:
-    model, inputs = build(family), clips(family, [True, True])
+    model, inputs = build(family), make_clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
         want = model(**inputs).logits
     tokenprune.patch(model, "earlytom", keep=0.5, feature_cache=2**26, **SET)
@@ -37,7 +37,7 @@ def test_encoded_videos_hit_the_cache(family: Family, build) -> None:
 
 @torch.no_grad()
 def test_hidden_states_have_all_frames(family: Family, build) -> None:
-    model, inputs = build(family), clips(family, [True, True])
+    model, inputs = build(family), make_clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
         output = model.model.get_video_features(inputs["pixel_values_videos"])
     states = [x for x in output.hidden_states if x is not None]  # transformers 5.24 keeps only the used states
@@ -48,25 +48,25 @@ def test_hidden_states_have_all_frames(family: Family, build) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [("llava", "which 'llava' does not support"), ("qwen2_5_vl", "must be a row of a CLIP or SigLIP tower"),
      ("video_llava", "must be a row of a CLIP or SigLIP tower")],
 )  # fmt: skip
-def test_models_without_frame_rows_raise(name: str, says: str) -> None:
-    with pytest.raises(UnsupportedSetupError, match=f"earlytom.*{says}"):
+def test_models_without_frame_rows_raise(name: str, message: str) -> None:
+    with pytest.raises(UnsupportedSetupError, match=f"earlytom.*{message}"):
         tokenprune.patch(FAMILIES[name].build(), "earlytom", keep=0.5)
 
 
 @torch.no_grad()
 def test_unsupported_setups_raise(build) -> None:
     family = FAMILIES["llava_onevision"]
-    model, inputs = build(family), clips(family, [True, True])
-    for method, says in (
+    model, inputs = build(family), make_clips(family, [True, True])
+    for method, message in (
         (["earlytom", "tome"], "both act at"),
         (["earlytom", "vscan"], "vscan reads the attention.*earlytom merges patches"),
         (["earlytom", "evs"], "earlytom drops some of the tokens"),
     ):  # fmt: skip
-        with pytest.raises(OptionError, match=says):
+        with pytest.raises(OptionError, match=message):
             tokenprune.patch(model, method, keep=0.5)
     with pytest.raises(OptionError, match="reads 3 blocks"):
         tokenprune.patch(model, "earlytom", keep=0.5, layers=(7,))
@@ -98,6 +98,6 @@ def test_invalid_results_of_a_method_raise(build) -> None:
             return received
 
     family = FAMILIES["llava_onevision"]
-    model, inputs = build(family), clips(family, [True, True])
+    model, inputs = build(family), make_clips(family, [True, True])
     with tokenprune.patched(model, Wrong(), keep=0.5), pytest.raises(TokenPruneError, match="must return a bool"):
         model(**inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropping units in a tower whose images have separate, padded grids (SigLIP 2 as in LFM2-VL).
+"""Dropping units in a tower with separate, padded grids per image (SigLIP 2 as in LFM2-VL).
 
 The reference is the unpatched tower with the columns of dropped units masked.
 """
@@ -38,21 +38,23 @@ def check_tower(model: Any, inputs: Any, score: str, layer: int) -> None:
     blocks = layers_of(tower_of(model))
     with record_inputs(*blocks) as entered:
         encode(model, inputs)
-    real, shapes = inputs["pixel_attention_mask"].bool(), inputs["spatial_shapes"].tolist()
-    seen, kept = torch.zeros_like(real), []
+    patch_mask, shapes = inputs["pixel_attention_mask"].bool(), inputs["spatial_shapes"].tolist()
+    visible, kept = torch.zeros_like(patch_mask), []
     for row, (height, width) in enumerate(shapes):
         units = units_of(height, width)
         shown = seen_by(score, [x[row, units] for x in entered], layer).view(1, height // 2, width // 2, -1)
         kept.append(naive(score, shown, round(KEEP * len(units))).flatten())
-        seen[row, torch.tensor(units)[kept[-1]].flatten()] = True
+        visible[row, torch.tensor(units)[kept[-1]].flatten()] = True
     with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=layer, score=score, guard="off"):
         got = encode(model, inputs)["image"]
     assert all(map(torch.equal, get_record(got).kept, kept))
-    assert get_record(got).block_tokens == [int(real.sum())] * layer + [int(seen.sum())] * (len(blocks) - layer)
-    with masked(model, seen, layer, real):
+    assert get_record(got).block_tokens == [int(patch_mask.sum())] * layer + [int(visible.sum())] * (
+        len(blocks) - layer
+    )
+    with masked(model, visible, layer, patch_mask):
         want = encode(model, inputs)["image"]
-    for mine, theirs, units in zip(got.pooler_output, want.pooler_output, kept, strict=True):
-        close(mine[units], theirs[units])
+    for actual, expected, units in zip(got.pooler_output, want.pooler_output, kept, strict=True):
+        close(actual[units], expected[units])
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -68,7 +70,7 @@ def test_tower_matches_tower_masked_from_each_block(batch: dict, score: str, bui
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
 def test_blocks_run_only_on_kept_units(attn: str, keep: float, build) -> None:
-    """Rows have the length of the longest row. There is no mask if all rows have this length."""
+    """Rows are padded to the longest row. No mask is passed if all rows have the same length."""
     model, inputs = build(LFM2, attn), LFM2.make_inputs(images=(2, 1))
     block = layers_of(tower_of(model))[-1]
     sizes = inputs["spatial_shapes"].prod(1) // 4
@@ -78,14 +80,14 @@ def test_blocks_run_only_on_kept_units(attn: str, keep: float, build) -> None:
         record_inputs(block.self_attn, note=lambda args, kwargs: kwargs["attention_mask"]) as masks,
     ):
         output = encode(model, inputs)["image"]
-    left = [int(image.sum()) for image in get_record(output).kept]
-    assert left == [keep if isinstance(keep, int) else round(keep * int(size)) for size in sizes]
+    num_kept = [int(image.sum()) for image in get_record(output).kept]
+    assert num_kept == [keep if isinstance(keep, int) else round(keep * int(size)) for size in sizes]
     (hidden,), (mask,) = states, masks
-    assert hidden.shape[:2] == (3, 4 * max(left))
+    assert hidden.shape[:2] == (3, 4 * max(num_kept))
     if keep == 5:
         assert mask is None
     else:
-        assert [int((row == 0).sum()) for row in mask[:, 0, 0]] == [4 * units for units in left]
+        assert [int((row == 0).sum()) for row in mask[:, 0, 0]] == [4 * units for units in num_kept]
 
 
 @torch.no_grad()
@@ -94,11 +96,11 @@ def test_hidden_states_have_all_patches(build) -> None:
     unpruned = encode(model, inputs, output_hidden_states=True)["image"].hidden_states
     with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, guard="off"):
         output = encode(model, inputs, output_hidden_states=True)["image"]
-    left = 4 * sum(int(image.sum()) for image in get_record(output).kept)
-    for index, (mine, theirs) in enumerate(zip(output.hidden_states, unpruned, strict=True)):
-        assert mine.shape == theirs.shape
-        assert int(mine.any(-1).sum()) == (left if index > 1 else mine[..., 0].numel())
-        assert torch.equal(mine, theirs) == (index < 2)
+    num_kept = 4 * sum(int(image.sum()) for image in get_record(output).kept)
+    for index, (actual, expected) in enumerate(zip(output.hidden_states, unpruned, strict=True)):
+        assert actual.shape == expected.shape
+        assert int(actual.any(-1).sum()) == (num_kept if index > 1 else actual[..., 0].numel())
+        assert torch.equal(actual, expected) == (index < 2)
 
 
 def test_unsupported_setups_raise(build) -> None:

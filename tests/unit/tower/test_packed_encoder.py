@@ -56,27 +56,26 @@ def naive_tower(model: Any, pixels: Tensor, grid: Tensor, plan: list[int], propo
     rotate = sys.modules[type(tower).__module__].apply_rotary_pos_emb_vision
     x = start.view(-1, UNIT, start.shape[-1])  # [units, 4, D] in the order of windows
     cos, sin = (p.view(len(order), UNIT, -1) for p in rotations)
-    groups = [[place] for place in range(len(order))]
+    groups = [[unit] for unit in range(len(order))]
     deepstack = []
     for index, (block, r) in enumerate(zip(tower.blocks, plan, strict=True)):
-        at = block.attn
+        attention = block.attn
         flat = block.norm1(x.flatten(0, 1))
-        q, k, v = at.qkv(flat).view(len(flat), 3, at.num_heads, -1).unbind(1)
+        q, k, v = attention.qkv(flat).view(len(flat), 3, attention.num_heads, -1).unbind(1)
         metric = k.mean(1).view(len(x), -1)
-        places = [group[0] for group in groups]
-        q, k = rotate(q, k, cos[places].flatten(0, 1), sin[places].flatten(0, 1))
+        first_units = [group[0] for group in groups]
+        q, k = rotate(q, k, cos[first_units].flatten(0, 1), sin[first_units].flatten(0, 1))
         logits = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
         if proportional:
             sizes = torch.tensor([float(len(group)) for group in groups]).repeat_interleave(UNIT)
             logits = logits + sizes.log()
         if index not in getattr(tower, "fullatt_block_indexes", range(99)):
-            window = torch.tensor([hash(windows[order[place]]) for place in places]).repeat_interleave(UNIT)
+            window = torch.tensor([hash(windows[order[unit]]) for unit in first_units]).repeat_interleave(UNIT)
             logits = logits.masked_fill(window[:, None] != window[None, :], -torch.inf)
         attended = torch.einsum("hij,jhd->ihd", logits.softmax(-1), v).flatten(1)
-        x = x + at.proj(attended).view_as(x)
-        joined = sorted(
-            naive(metric, r(metric) if callable(r) else r, 0)[0]
-        )  # the kept unit is the first of its group, and keeps its index
+        x = x + attention.proj(attended).view_as(x)
+        # The kept unit is the first of its group, and keeps its index.
+        joined = sorted(naive(metric, r(metric) if callable(r) else r, 0)[0])
         weight = torch.tensor([float(len(group)) for group in groups])
         x = torch.stack([(x[m] * weight[m, None, None]).sum(0) / weight[m].sum() for m in joined])
         groups = [[i for member in members for i in groups[member]] for members in joined]
@@ -85,14 +84,14 @@ def naive_tower(model: Any, pixels: Tensor, grid: Tensor, plan: list[int], propo
             merger = tower.deepstack_merger_list[list(tower.deepstack_visual_indexes).index(index)]
             deepstack.append(_spread(merger(x.flatten(0, 1)), groups, order))
     features = _spread(tower.merger(x.flatten(0, 1)), groups, order)
-    groups = [sorted(order[place] for place in group) for group in groups]
+    groups = [sorted(order[unit] for unit in group) for group in groups]
     for feature in deepstack:  # in earlier blocks the group was not complete
         for group in groups:
             feature[group] = feature[group].mean(0)
     return (features, deepstack), groups
 
 
-def above(metric: Tensor, threshold: float) -> int:
+def count_above(metric: Tensor, threshold: float) -> int:
     """Return the number of units that DToMe merges: partners above the threshold, at most half of the units."""
     unit = metric / metric.norm(dim=-1, keepdim=True)
     best = (unit[::2] @ unit[1::2].T).amax(1) if len(metric) > 1 else metric.new_zeros(0)
@@ -102,7 +101,7 @@ def above(metric: Tensor, threshold: float) -> int:
 def _spread(merged: Tensor, groups: list[list[int]], order: list[int]) -> Tensor:
     grid = torch.empty(len(order), merged.shape[1])
     for feature, group in zip(merged, groups, strict=True):
-        grid[[order[place] for place in group]] = feature
+        grid[[order[unit] for unit in group]] = feature
     return grid
 
 
@@ -130,8 +129,8 @@ def check_tower(family: Family, model: Any, proportional: bool) -> None:
         pixels = inputs["pixel_values"][start : start + patches]
         (want, deepstack), groups = naive_tower(model, pixels, grid, plan, proportional)
         close(got.pooler_output[image], want)
-        for mine, theirs in zip(getattr(got, "deepstack_features", None) or [], deepstack, strict=True):
-            close(mine[image], theirs)
+        for actual, expected in zip(getattr(got, "deepstack_features", None) or [], deepstack, strict=True):
+            close(actual[image], expected)
         first = {unit: group[0] for group in groups for unit in group}
         assert get_record(got).groups[image].tolist() == [first[unit] for unit in range(len(want))]
         assert len(groups) == len(want) - sum(plan)
@@ -153,20 +152,20 @@ def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, buil
     thresholds = calibrate(model, images, processor=processor, keep=0.4, batch_size=4)
     values = thresholds.values[0.4].tolist()
     assert all(0 < value < 1 for value in values)
-    made = processor(images=images, return_tensors="pt")
+    inputs = processor(images=images, return_tensors="pt")
     with tokenprune.patched(model, "dymu", keep=0.4, thresholds=thresholds):
-        got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
-    start, left, total = 0, [], 0
-    for image, grid in enumerate(made["image_grid_thw"]):
+        got = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+    start, shares, total = 0, [], 0
+    for image, grid in enumerate(inputs["image_grid_thw"]):
         patches = int(grid.prod())
-        rules = [partial(above, threshold=value) for value in values]
-        (want, _), groups = naive_tower(model, made["pixel_values"][start : start + patches], grid, rules, True)
+        rules = [partial(count_above, threshold=value) for value in values]
+        (want, _), groups = naive_tower(model, inputs["pixel_values"][start : start + patches], grid, rules, True)
         close(got.pooler_output[image], want)
         assert len(get_record(got).groups[image].unique()) == len(groups)
-        left.append(len(groups) / len(want))
+        shares.append(len(groups) / len(want))
         start, total = start + patches, total + patches // UNIT
-    assert len(set(left)) > 2  # a separate share per image
-    assert 0.3 < sum(left) / 4 < 0.5
+    assert len(set(shares)) > 2  # a separate share per image
+    assert 0.3 < sum(shares) / 4 < 0.5
     with pytest.raises(OptionError, match="only the processor"):
         calibrate(model, [torch.zeros(3, 32, 32)], processor=processor, keep=0.4)
 
@@ -176,10 +175,10 @@ def test_thresholds_of_one_size_keep_the_budget(build) -> None:
     model, processor = build(FAMILIES["qwen2_vl"]), small_processor()
     images = photos([(48, 64)] * 5)
     thresholds = calibrate(model, images, processor=processor, keep=0.5, batch_size=5)
-    made = processor(images=images, return_tensors="pt")
+    inputs = processor(images=images, return_tensors="pt")
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds):
-        got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
-    units = int(made["image_grid_thw"][0].prod()) // UNIT
+        got = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+    units = int(inputs["image_grid_thw"][0].prod()) // UNIT
     assert sum(len(groups.unique()) for groups in get_record(got).groups) == 5 * round(0.5 * units)
 
 
@@ -188,9 +187,9 @@ def test_exact_dymu_keeps_the_budget_of_each_image(family: Family, build) -> Non
     model, processor = build(family), small_processor()
     images = photos([(48, 64), (32, 56), (64, 40), (24, 24)])
     thresholds = calibrate(model, images[:1], processor=processor, keep=0.4)
-    made = processor(images=images, return_tensors="pt")
+    inputs = processor(images=images, return_tensors="pt")
     with tokenprune.patched(model, "dymu", keep=0.4, thresholds=thresholds, exact=True):
-        got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
+        got = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
     for groups in get_record(got).groups:
         assert len(groups.unique()) == round(0.4 * len(groups))
 
@@ -199,12 +198,15 @@ def test_exact_dymu_keeps_the_budget_of_each_image(family: Family, build) -> Non
 def test_mlps_run_on_fewer_units(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     mlps = [block.mlp for block in model.model.visual.blocks]
-    with tokenprune.patched(model, "tome", r=3), record_inputs(*mlps, note=lambda args, kwargs: len(args[0])) as seen:
+    with (
+        tokenprune.patched(model, "tome", r=3),
+        record_inputs(*mlps, note=lambda args, kwargs: len(args[0])) as row_counts,
+    ):
         model(**inputs)
         stats = tokenprune.stats(model)
     count = sum(map(sum, inputs.counts))
-    assert seen == [UNIT * (count - 9 * block) for block in (1, 2, 3, 4)]
-    assert stats.encoder_tokens_per_layer == [UNIT * count, *seen[:-1]]
+    assert row_counts == [UNIT * (count - 9 * block) for block in (1, 2, 3, 4)]
+    assert stats.encoder_tokens_per_layer == [UNIT * count, *row_counts[:-1]]
     assert (stats.visual_tokens_in, stats.visual_tokens_out) == (count, count - 36)
 
 

@@ -25,8 +25,8 @@ def rows(*values: float) -> Tensor:
     return torch.tensor([[value + patch] for value in values for patch in (0.0, 10.0)])
 
 
-def dropping(*stays: bool) -> Merge:
-    return Merge.from_kept(torch.tensor([stays]), [sum(stays)])
+def dropping(*kept: bool) -> Merge:
+    return Merge.from_kept(torch.tensor([kept]), [sum(kept)])
 
 
 def test_units_are_dropped_and_merged_in_any_order() -> None:
@@ -47,10 +47,10 @@ def test_units_are_dropped_and_merged_in_any_order() -> None:
 def test_cu_seqlens_of_kept_units() -> None:
     units = Units.from_packed(6, 2, torch.device("cpu"))
     ends = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
-    left, hidden = units.apply(dropping(True, False, False, True, True, False), rows(*range(6)))
-    assert left.compute_cu_seqlens(ends).tolist() == [0, 2, 6]  # the second sequence is empty
-    assert left.compute_cu_seqlens(ends).dtype == ends.dtype
-    assert torch.equal(left.select_patches(rows(*range(6))), hidden)
+    kept, hidden = units.apply(dropping(True, False, False, True, True, False), rows(*range(6)))
+    assert kept.compute_cu_seqlens(ends).tolist() == [0, 2, 6]  # the second sequence is empty
+    assert kept.compute_cu_seqlens(ends).dtype == ends.dtype
+    assert torch.equal(kept.select_patches(rows(*range(6))), hidden)
 
 
 def test_rows_of_any_tower_are_dropped_and_merged() -> None:
@@ -74,15 +74,15 @@ def test_rows_of_any_tower_are_dropped_and_merged() -> None:
 def test_units_are_dropped_at_several_blocks() -> None:
     drops = {1: lambda hidden: dropping(True, False, True, True), 2: lambda hidden: dropping(True, True, False)}
     run = TowerRun(Units.from_packed(4, 2, torch.device("cpu")), [None] * 3, drops, [4])
-    states, given = [rows(1, 2, 3, 4)], {"cu_seqlens": torch.tensor([0, 8]), "max_seqlen": 8}
+    states, arguments = [rows(1, 2, 3, 4)], {"cu_seqlens": torch.tensor([0, 8]), "max_seqlen": 8}
     for index in range(3):
         states.append(run.enter(index, states[-1], proportional=False))
-        changed = run.update_arguments(given)
+        changed = run.update_arguments(arguments)
     assert run.counts == [[4], [3], [2]]
     assert changed["cu_seqlens"].tolist() == [0, 4] and changed["max_seqlen"] == 4
-    none = torch.zeros(2, 1)
-    one, three = rows(1), rows(3)
-    want = [states[0], states[0], torch.cat([one, none, rows(3, 4)]), torch.cat([one, none, three, none])]
+    zeros = torch.zeros(2, 1)
+    first, third = rows(1), rows(3)
+    want = [states[0], states[0], torch.cat([first, zeros, rows(3, 4)]), torch.cat([first, zeros, third, zeros])]
     output = SimpleNamespace(hidden_states=tuple(states))
     run.restore_states(output)
     assert all(map(torch.equal, output.hidden_states, want))
@@ -90,7 +90,7 @@ def test_units_are_dropped_at_several_blocks() -> None:
 
 @dataclass(frozen=True)
 class First(UnitDropper):
-    """Keep the first unit at the input of the first block, whatever the budget."""
+    """Keep the first unit at the input of the first block for every budget."""
 
     name: ClassVar[str] = "first"
     sees: ClassVar[str] = "hidden"
@@ -99,7 +99,7 @@ class First(UnitDropper):
     def block(self, depth: int) -> int:
         return 0
 
-    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+    def keep_units(self, pixels: Tensor, max_units: int) -> Tensor:
         keep = torch.zeros(pixels.shape[:3], dtype=torch.bool)
         keep[0, 0, 0] = True
         return keep

@@ -32,54 +32,55 @@ from zoo import FAMILIES
 
 PALIGEMMA = MORE["paligemma"]
 
-BLOCKS, LAST = 23, 21  # of the description, and the block of its last cut
+BLOCKS, LAST = 23, 21  # number of blocks in the description, and the block of its last cut
 
 
-def looks(block: int, read: int) -> list[int]:
+def list_observed_blocks(block: int, read: int) -> list[int]:
     """Return the blocks of the description that a block of the tower observes, up to the last cut."""
     return [LAST - b for b in range(LAST + 1) if math.ceil((b + 0.5) / BLOCKS * read) - 1 == block]
 
 
 @torch.no_grad()
-def masked(tower: Any, pixels: Tensor, keep: int, read: int) -> tuple[list[Tensor], list[list[int]]]:
+def run_masked(tower: Any, pixels: Tensor, keep: int, read: int) -> tuple[list[Tensor], list[list[int]]]:
     """Run one image through all blocks at full length, with the columns of dropped patches masked.
 
     Returns:
         The hidden states, and the kept patches after each block, following the steps of the description.
     """
     x = tower.pre_layrnorm(tower.embeddings(pixels[None]))[0]
-    states, left, score, stages = [x], list(range(1, len(x))), {}, []
+    states, kept, score, stages = [x], list(range(1, len(x))), {}, []
     for index, block in enumerate(blocks_of(tower)):
-        at, h = block.self_attn, block.layer_norm1(x)
+        attn, h = block.self_attn, block.layer_norm1(x)
         q, k, v = (
-            p(h).view(len(x), at.num_heads, at.head_dim).transpose(0, 1) for p in (at.q_proj, at.k_proj, at.v_proj)
+            p(h).view(len(x), attn.num_heads, attn.head_dim).transpose(0, 1)
+            for p in (attn.q_proj, attn.k_proj, attn.v_proj)
         )
-        seen = torch.zeros(len(x), dtype=torch.bool)
-        seen[[0, *left]] = True
-        weights = (q @ k.transpose(1, 2) * at.head_dim**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-        alike = (v[:, :1] @ v.transpose(1, 2)).masked_fill(~seen, -torch.inf).softmax(-1)[:, 0].mean(0).tolist()
+        visible = torch.zeros(len(x), dtype=torch.bool)
+        visible[[0, *kept]] = True
+        weights = (q @ k.transpose(1, 2) * attn.head_dim**-0.5).masked_fill(~visible, -torch.inf).softmax(-1)
+        similarity = (v[:, :1] @ v.transpose(1, 2)).masked_fill(~visible, -torch.inf).softmax(-1)[:, 0].mean(0).tolist()
         attention, size = weights[:, 0].mean(0).tolist(), v.mean(0).abs().sum(-1).tolist()
-        for remaining in looks(index, read):
-            mass, likeness = sum(attention[i] for i in left), sum(alike[i] for i in left)
-            now = {i: (attention[i] / mass + alike[i] / likeness) * size[i] for i in left}
-            score = {i: (score[i] + now[i]) / 2 if score else now[i] for i in left}
+        for remaining in list_observed_blocks(index, read):
+            mass, similarity_mass = sum(attention[i] for i in kept), sum(similarity[i] for i in kept)
+            current = {i: (attention[i] / mass + similarity[i] / similarity_mass) * size[i] for i in kept}
+            score = {i: (score[i] + current[i]) / 2 if score else current[i] for i in kept}
             if remaining == 0:
-                left = best(left, score, keep)
+                kept = best(kept, score, keep)
             elif remaining % 2 == 0:
-                entropy = -sum(p * math.log(p) for p in (attention[i] / mass for i in left) if p)
-                sharp = 1 - (entropy / math.log(max(len(left), 2))) ** 2
-                gone = round((len(left) - keep) / math.sqrt(remaining) * sharp)
-                left = best(left, score, max(len(left) - gone, keep))
-            score = {i: score[i] for i in left}
-        x = x + at.out_proj((weights @ v).transpose(0, 1).flatten(1))
+                entropy = -sum(p * math.log(p) for p in (attention[i] / mass for i in kept) if p)
+                sharpness = 1 - (entropy / math.log(max(len(kept), 2))) ** 2
+                num_dropped = round((len(kept) - keep) / math.sqrt(remaining) * sharpness)
+                kept = best(kept, score, max(len(kept) - num_dropped, keep))
+            score = {i: score[i] for i in kept}
+        x = x + attn.out_proj((weights @ v).transpose(0, 1).flatten(1))
         x = x + block.mlp(block.layer_norm2(x))
         states.append(x)
-        stages.append(left)
+        stages.append(kept)
     return states, stages
 
 
-def sharp(model: Any) -> Any:
-    """Return the model with uneven attention of its class token, so that images drop different numbers early."""
+def sharpen(model: Any) -> Any:
+    """Return a copy with uneven attention of the class token, so that early blocks drop different counts per image."""
     model = copy.deepcopy(model)
     for block in blocks_of(tower_of(model)):
         block.self_attn.q_proj.weight.data *= 4
@@ -90,56 +91,59 @@ def sharp(model: Any) -> Any:
 @pytest.mark.parametrize("keep", [0.3, 9])
 @torch.no_grad()
 def test_tower_matches_masked_loop(attn: str, keep: Any, build) -> None:
-    model = sharp(build(FAMILIES["llava"], attn))
+    model = sharpen(build(FAMILIES["llava"], attn))
     tower, pixels = tower_of(model), tiles(model, 3)
     count = tower.embeddings(pixels).shape[1]
     goal = keep if isinstance(keep, int) else round(keep * (count - 1))
-    with tokenprune.patched(model, "flowcut", inside=True, keep=keep, guard="off"), tokens_in_mlps(model) as seen:
+    with (
+        tokenprune.patched(model, "flowcut", inside=True, keep=keep, guard="off"),
+        tokens_in_mlps(model) as token_counts,
+    ):
         got = tower(pixels, output_hidden_states=True)
     read, ragged = len(blocks_of(tower)) - 1, False  # the tower's last block is not read
-    each = [masked(tower, image, goal, read) for image in pixels]
-    for row, (states, stages) in enumerate(each):
+    results = [run_masked(tower, image, goal, read) for image in pixels]
+    for row, (states, stages) in enumerate(results):
         assert len(stages[-1]) == goal
         owner = get_record(got).owners[row]
         assert (owner[1:] >= 0).nonzero()[:, 0].add(1).tolist() == stages[-1]
-        for block, (want, left) in enumerate(zip(states, [list(range(1, count)), *stages], strict=True)):
-            mine, there = got.hidden_states[block][row], [0, *left]
-            close(mine[there], want[there])
-            gone = [i for i in range(count) if i not in there]
-            assert not mine[gone].any()
-    for block in range(len(seen)):
-        sizes = {len(stages[block]) for _, stages in each}
+        for block, (want, kept) in enumerate(zip(states, [list(range(1, count)), *stages], strict=True)):
+            actual, rows = got.hidden_states[block][row], [0, *kept]
+            close(actual[rows], want[rows])
+            dropped = [i for i in range(count) if i not in rows]
+            assert not actual[dropped].any()
+    for block in range(len(token_counts)):
+        sizes = {len(stages[block]) for _, stages in results}
         ragged |= len(sizes) > 1
-        assert seen[block] == 1 + max(sizes)
+        assert token_counts[block] == 1 + max(sizes)
     assert ragged, "rows of one batch should drop different numbers early"
 
 
 @torch.no_grad()
 def test_observables_do_not_depend_on_the_batch(build, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(FAMILIES["llava"])
-    pixels, shown = tiles(model, 3), []
+    pixels, observed = tiles(model, 3), []
 
     def note(self: Any, flow: Tensor, counts: list[int] | None, remaining: tuple[int, ...]) -> Merge | None:
-        """Drop the most attended patches in the first block. Treating them as padding would change the result."""
-        shown.append((flow, counts or [flow.shape[2] + 1] * len(flow)))
+        """Drop the most attended patches in the first block. The result would differ if they were padding."""
+        observed.append((flow, counts or [flow.shape[2] + 1] * len(flow)))
         if len(flow[0, 0]) < patches:
             return None
-        stays = torch.ones(len(flow), patches + 1, dtype=torch.bool)
+        kept = torch.ones(len(flow), patches + 1, dtype=torch.bool)
         for row, attention in enumerate(flow[:, 0]):
-            stays[row, 1 + attention.topk(3 + int(attention.argmax()) % 7).indices] = False
-        return Merge.from_kept(stays, stays.sum(1).tolist())
+            kept[row, 1 + attention.topk(3 + int(attention.argmax()) % 7).indices] = False
+        return Merge.from_kept(kept, kept.sum(1).tolist())
 
     patches = tower_of(model).embeddings(pixels).shape[1] - 1
     monkeypatch.setattr(flowcut._TowerCuts, "update", note)
     with tokenprune.patched(model, "flowcut", inside=True, keep=9, guard="off"):
         for images in (pixels, *pixels[:, None]):
             tower_of(model)(images, output_hidden_states=True)
-    batch, *alone = (shown[start : start + 2] for start in range(0, len(shown), 2))
+    batch, *alone = (observed[start : start + 2] for start in range(0, len(observed), 2))
     assert len(set(batch[1][1])) > 1
-    for row, one in enumerate(alone):
-        for (flow, counts), (own, (count,)) in zip(batch, one, strict=True):
+    for row, single in enumerate(alone):
+        for (flow, counts), (expected, (count,)) in zip(batch, single, strict=True):
             assert counts[row] == count
-            close(flow[row, :, : count - 1], own[0])
+            close(flow[row, :, : count - 1], expected[0])
 
 
 @pytest.mark.parametrize("batch", [{}, {"images": (2, 1)}, {"images": (0, 2)}], ids=["left", "ragged", "text beside"])
@@ -160,7 +164,7 @@ def test_decoder_matches_masked_decoder(name: str, batch: dict, build) -> None:
 
 
 def siglip() -> Any:
-    """Return a LLaVA with a SigLIP tower, which has no class token."""
+    """Return a LLaVA with a SigLIP tower, a tower without a class token."""
     read = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
     vision = PALIGEMMA.config["vision_config"]
     return replace(FAMILIES["llava"], config=FAMILIES["llava"].config | read | {"vision_config": vision}).build()
@@ -173,22 +177,22 @@ def test_acts_inside_the_tower_if_supported(name: str, build) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs()
 
-    def asked(**how: Any) -> tuple[Tensor, Site]:
-        with tokenprune.patched(model, "flowcut", record=True, **({"keep": 0.4} | how)):
+    def run(**options: Any) -> tuple[Tensor, Site]:
+        with tokenprune.patched(model, "flowcut", record=True, **({"keep": 0.4} | options)):
             return model(**inputs).logits, tokenprune.stats(model).cuts[0].site
 
-    (got, site), (behind, _) = asked(), asked(inside=False)
+    (got, site), (after_tower, _) = run(), run(inside=False)
     inside = name == "llava"
-    assert site is (Site.IN_ENCODER if inside else Site.PRE_LLM) and torch.equal(got, behind) is not inside
+    assert site is (Site.IN_ENCODER if inside else Site.PRE_LLM) and torch.equal(got, after_tower) is not inside
     if inside:
-        assert torch.equal(got, asked(inside=True)[0])
-    # Setups in which images of a tower are not independent.
+        assert torch.equal(got, run(inside=True)[0])
+    # With these options, the selections of a batch's images depend on each other.
     budgets = tokenprune.Budget(keep=0.4, per="prompt"), tokenprune.Budget.from_kv_share(0.4)
-    for how in ({"guard": "auto"}, *({"keep": one} for one in budgets)):
-        assert asked(**how)[1] is Site.PRE_LLM
+    for options in ({"guard": "auto"}, *({"keep": budget} for budget in budgets)):
+        assert run(**options)[1] is Site.PRE_LLM
         if inside:
             with pytest.raises(tokenprune.TokenPruneError, match="flowcut"):
-                asked(inside=True, **how)
+                run(inside=True, **options)
 
 
 @torch.no_grad()
@@ -215,22 +219,22 @@ def test_unsupported_setups_raise(build) -> None:
 def test_method_conforms() -> None:
     ((stage, _),) = tokenprune.method("flowcut", inside=True).stages(tokenprune.Budget.from_keep(0.5), 4)
     check_method(stage)
-    most = Tower(tokens=578, protected=2, blocks=24, blocks_read=23)
-    check_method(stage, tower=most)
+    tower = Tower(tokens=578, protected=2, blocks=24, blocks_read=23)
+    check_method(stage, tower=tower)
 
     def without_class(flow: Tensor, counts: Any) -> Merge:
         return Merge.from_kept(torch.arange(flow.shape[2] + 1).expand(len(flow), -1) > 0, [flow.shape[2]] * len(flow))
 
-    for matcher, says in ((None, "keeps 32 patches, not 16"), (without_class, "block 0 drops a class token")):
+    for matcher, message in ((None, "keeps 32 patches, not 16"), (without_class, "block 0 drops a class token")):
         plan = partial(lambda budget, tower, matcher: [matcher] * tower.blocks_read + [None], matcher=matcher)
         broken = type("Broken", (type(stage),), {"__doc__": "Broken.", "plan": staticmethod(plan)})
-        with pytest.raises(ConformanceError, match=says):
+        with pytest.raises(ConformanceError, match=message):
             check_method(dataclass(frozen=True)(broken)())
 
 
 def test_merge_with_drops() -> None:
-    stays = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 0]], dtype=torch.bool)
-    merge = Merge.from_kept(stays, [3, 1])
+    kept = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 0]], dtype=torch.bool)
+    merge = Merge.from_kept(kept, [3, 1])
     assert merge.assign.tolist() == [[0, -1, 1, 2, -1], [-1, 0, -1, -1, -1]]
     assert merge.sum(torch.ones(2, 5)).tolist() == [[1, 1, 1], [1, 0, 0]]
     x = torch.arange(10.0).view(2, 5, 1)
@@ -244,7 +248,7 @@ def test_encoder_flow_does_not_depend_on_padding(protected: int) -> None:
     mask = torch.zeros(1, 1, 1, 7).masked_fill(torch.arange(7) > 4, -torch.inf).expand(-1, -1, 7, -1)
     flow = find_observable("encoder_flow")
     padded = flow.compute_per_patch(Observation(query, key, mask, 0.5, causal=False, value=value), protected)
-    short = (one[:, :, :5] for one in (query, key))
-    alone = flow.compute_per_patch(Observation(*short, None, 0.5, causal=False, value=value[:, :, :5]), protected)
-    torch.testing.assert_close(padded[..., : 5 - protected], alone)
+    short = (x[:, :, :5] for x in (query, key))
+    unpadded = flow.compute_per_patch(Observation(*short, None, 0.5, causal=False, value=value[:, :, :5]), protected)
+    torch.testing.assert_close(padded[..., : 5 - protected], unpadded)
     assert not padded[:, :2, 5 - protected :].any()

@@ -39,16 +39,16 @@ def test_tower_matches_tower_masked_from_each_block(name: str, score: str, build
         encode(model, inputs)
     ahead = entered[0].shape[1] % 2
     units = squares(model, entered[0].shape[1] - ahead)
-    side, most = math.isqrt(len(units)), round(KEEP * len(units))
+    side, num_kept = math.isqrt(len(units)), round(KEEP * len(units))
     read = len(blocks) - (name == "llava")  # the last block is not read
     for layer in range(score == "change", read):
         states = [x[:, ahead:][:, units].flatten(0, 1) for x in entered]
         shown = seen_by(score, states, layer).view(len(entered[0]), side, side, -1)
-        kept = torch.cat([naive(score, one[None], most) for one in shown]).flatten(1)
+        kept = torch.cat([naive(score, tile[None], num_kept) for tile in shown]).flatten(1)
         with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=layer, score=score, guard="off"):
             got = encode(model, inputs)["image"]
-        left = len(kept) * (ahead + most * len(units[0]))
-        assert get_record(got).block_tokens == [entered[0][..., 0].numel()] * layer + [left] * (len(blocks) - layer)
+        num_rows = len(kept) * (ahead + num_kept * len(units[0]))
+        assert get_record(got).block_tokens == [entered[0][..., 0].numel()] * layer + [num_rows] * (len(blocks) - layer)
         check_kept_tiles(model, inputs, got, kept, units, entered[0].shape[1], layer)
 
 
@@ -75,20 +75,24 @@ def test_unsupported_setups_raise(build) -> None:
             smolvlm.model.get_image_features(pixels, half)
     with pytest.raises(UnsupportedSetupError, match="not adjacent in one sequence"):
         tokenprune.patch(build(FAMILIES["llava"]), "towerdrop", score="detail")
-    with pytest.raises(
-        OptionError, match="block 2 is out of range"
-    ):  # the tower's last block, which LLaVA does not read
+    # LLaVA does not read block 2, the tower's last block.
+    with pytest.raises(OptionError, match="block 2 is out of range"):
         tokenprune.patch(build(FAMILIES["llava"]), "towerdrop", layer=2)
 
 
-def restored(y: Tensor, h: Tensor, stays: Tensor, neighbours: int) -> Tensor:
-    """Return all tokens of a tile. A dropped token moves from `h` by the mean change of its nearest kept tokens `y`."""
-    full, kept = h.clone(), h[stays]
-    full[stays] = y
-    for place in (~stays).nonzero().flatten().tolist():
-        near = sorted(range(len(kept)), key=lambda one: float((kept[one] - h[place]).norm()))[:neighbours]
-        full[place] = h[place] + (y - kept)[near].mean(0)
-    return full
+def restore(y: Tensor, h: Tensor, mask: Tensor, neighbours: int) -> Tensor:
+    """Return all tokens of a tile: a dropped token changes by the mean change of its nearest kept tokens.
+
+    Args:
+        y: Kept tokens after the block.
+        h: All tokens before the block.
+    """
+    tokens, kept = h.clone(), h[mask]
+    tokens[mask] = y
+    for token in (~mask).nonzero().flatten().tolist():
+        nearest = sorted(range(len(kept)), key=lambda index: float((kept[index] - h[token]).norm()))[:neighbours]
+        tokens[token] = h[token] + (y - kept)[nearest].mean(0)
+    return tokens
 
 
 @pytest.mark.parametrize("stabilise", [0, 1, 7])
@@ -109,33 +113,35 @@ def test_restored_units_match_loop_over_tiles(name: str, stabilise: int, build) 
     entered = [args[0] for args, _ in calls]
     ahead, (tiles, count) = entered[0].shape[1] % 2, entered[0].shape[:2]
     units = squares(model, count - ahead)
-    most = max(1, round(KEEP * len(units)))
-    stays = torch.zeros(tiles, count, dtype=torch.bool)
-    stays[:, :ahead] = True
+    num_kept = max(1, round(KEEP * len(units)))
+    mask = torch.zeros(tiles, count, dtype=torch.bool)
+    mask[:, :ahead] = True
     for tile, change in enumerate((entered[1] - entered[0])[:, ahead:].norm(dim=-1)):
         score = [float(change[unit].mean()) for unit in units]
-        for unit in sorted(range(len(units)), key=score.__getitem__)[-most:]:
-            stays[tile, ahead + torch.tensor(units[unit])] = True
-    states, full = [], list(entered[1])
+        for unit in sorted(range(len(units)), key=score.__getitem__)[-num_kept:]:
+            mask[tile, ahead + torch.tensor(units[unit])] = True
+    states, tokens = [], list(entered[1])
     for index, block in enumerate(blocks[1:], start=1):
         for tile, h in enumerate(entered[1]):
-            attended = full[tile] if index < min(1 + stabilise, read) else full[tile][stays[tile]]
+            attended = tokens[tile] if index < min(1 + stabilise, read) else tokens[tile][mask[tile]]
             y = block(attended[None], *calls[index][0][1:], **calls[index][1])
             y = (y[0] if isinstance(y, tuple) else y)[0]
-            full[tile] = restored(y if len(y) < count else y[stays[tile]], h, stays[tile], 3)
-        states.append(torch.stack(full))
+            tokens[tile] = restore(y if len(y) < count else y[mask[tile]], h, mask[tile], 3)
+        states.append(torch.stack(tokens))
         if index == read - 1:
             break
     with tokenprune.patched(model, "ipcv", keep=KEEP, layer=1, stabilise=stabilise, neighbours=3, guard="off"):
         got = encode(model, inputs)["image"]
         model(**inputs)
         stats = tokenprune.stats(model)
-    whole, left = tiles * count, int(stays.sum())
-    assert left < whole and stats.visual_tokens_out == stats.visual_tokens_in and stats.cuts == []
-    given = [whole if index < 1 + stabilise or index >= read else left for index in range(len(blocks))]
-    assert get_record(got).block_tokens == given == stats.encoder_tokens_per_layer
+    num_tokens, num_left = tiles * count, int(mask.sum())
+    assert num_left < num_tokens and stats.visual_tokens_out == stats.visual_tokens_in and stats.cuts == []
+    expected_counts = [
+        num_tokens if index < 1 + stabilise or index >= read else num_left for index in range(len(blocks))
+    ]
+    assert get_record(got).block_tokens == expected_counts == stats.encoder_tokens_per_layer
     pairs = zip(blocks[1:], states, strict=False)
     with replace_outputs({block: partial(change_output, lambda _, x=x: x) for block, x in pairs}):
         want = encode(model, inputs)["image"]
-    for mine, theirs in zip(got.pooler_output, want.pooler_output, strict=True):
-        close(mine, theirs)
+    for actual, expected in zip(got.pooler_output, want.pooler_output, strict=True):
+        close(actual, expected)

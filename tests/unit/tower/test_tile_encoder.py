@@ -39,22 +39,22 @@ def test_each_image_keeps_its_budget(family: Family, model, batch: str) -> None:
         with tokenprune.patched(model, "tome", keep=keep, record=True):
             model(**inputs)
             stats = tokenprune.stats(model)
-        wanted = [[min(n, keep) if isinstance(keep, int) else round(keep * n) for n in row] for row in inputs.counts]
-        assert stats.visual_tokens_out == sum(map(sum, wanted))
+        budgets = [[min(n, keep) if isinstance(keep, int) else round(keep * n) for n in row] for row in inputs.counts]
+        assert stats.visual_tokens_out == sum(map(sum, budgets))
         if stats.cuts:
             rows = zip(stats.cuts[0].sources, pieces(family, inputs), strict=True)
-            assert [[len(kept.keys() & set(image)) for image in images] for kept, images in rows] == wanted
+            assert [[len(kept.keys() & set(image)) for image in images] for kept, images in rows] == budgets
 
 
 @torch.no_grad()
 def test_exact_dymu_keeps_the_budget(family: Family, build) -> None:
     model = build(family)
     g = torch.Generator().manual_seed(5)
-    found = calibrate(
+    thresholds = calibrate(
         model, [torch.randn(3, 16, 16, generator=g) for _ in range(6)], keep=0.5, batch_size=6, progress=False
     )
     inputs = family.make_inputs(images=(1, 1, 1))
-    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=True):
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds, exact=True):
         model(**inputs)
         assert tokenprune.stats(model).visual_tokens_out == sum(round(0.5 * row[0]) for row in inputs.counts)
 
@@ -78,7 +78,7 @@ def test_tiles_match_naive_loop(family: Family, build) -> None:
     for tile, parts in enumerate(goals):
         want, groups = naive_tower(tower_of(model), inputs["pixel_values"][0, tile], parts, read)
         close(output.hidden_states[layer][tile], want)
-        assert len(groups) == sum(wanted for _, wanted in parts)
+        assert len(groups) == sum(num_kept for _, num_kept in parts)
     assert len(get_record(output).groups[0].unique()) == 17
 
 
@@ -97,15 +97,15 @@ def naive_tower(
     image = InputImage(tower, pixels)
     classes, method = image.protected, tokenprune.method("tome")
     plans = [
-        method.schedule(Budget(keep=wanted), Tower(len(patches) + classes, classes, 3, read))
-        for patches, wanted in parts
+        method.schedule(Budget(keep=num_kept), Tower(len(patches) + classes, classes, 3, read))
+        for patches, num_kept in parts
     ]
     for index, block in enumerate(blocks_of(tower)[:read]):
         keys, joined = image.attend(block), [[i] for i in range(classes)]
         for (patches, _), plan in zip(parts, plans, strict=True):
-            mine = [i for i, group in enumerate(image.groups) if group[0] - classes in patches]
-            members, _ = naive(keys[[*range(classes), *mine]], plan[index], classes)
-            joined += [[mine[i - classes] for i in group] for group in members if group[0] >= classes]
+            part_tokens = [i for i, group in enumerate(image.groups) if group[0] - classes in patches]
+            members, _ = naive(keys[[*range(classes), *part_tokens]], plan[index], classes)
+            joined += [[part_tokens[i - classes] for i in group] for group in members if group[0] >= classes]
         image.finish(block, sorted(joined))  # kept units keep their order
     return image.grid(), image.groups[classes:]
 
@@ -123,7 +123,7 @@ def test_budget_below_one_patch_per_tile_raises(build) -> None:
 
 @torch.no_grad()
 def test_r_sets_merges_regardless_of_cropping(build) -> None:
-    """r= sets the number of merges, so tiles have no goals."""
+    """r= sets the number of merges of each tile directly."""
     family = FAMILIES["llava_next"]
     model, inputs = build(family), family.make_inputs(rows=1, sizes=[(8, 32)])
     with tokenprune.patched(model, "tome", r=3):
@@ -151,26 +151,26 @@ def test_parts_merge_separately() -> None:
     """Random rows in two parts: each part merges as it would without the other part."""
     g = torch.Generator().manual_seed(0)
     part = torch.randint(0, 2, (3, 12), generator=g)
-    part[2] = 0  # one row is a whole part
+    part[2] = 0  # all tokens of this row are in one part
     keys = torch.randn(3, 13, 6, generator=g)
-    counts = [[int((row == number).sum()) for number in (0, 1)] for row in part]
-    wanted = [[count - min(2, count // 2) for count in row] for row in counts]
+    counts = [[int((row == part_index).sum()) for part_index in (0, 1)] for row in part]
+    num_kept = [[count - min(2, count // 2) for count in row] for row in counts]
     method = tokenprune.method("tome")
 
     def plan_of(tower: Tower) -> list:
         return method.plan(Budget(keep=tower.num_kept), tower)
 
-    goals = [(row.bool(), left) for row, left in zip(part, wanted, strict=True)]
+    goals = [(row.bool(), kept) for row, kept in zip(part, num_kept, strict=True)]
     (match,) = build_tile_matcher(goals, Tower(13, 1, 1, 1), plan_of).plan(1)
     merge = match(keys, None)
-    assert merge.num_kept == [1 + sum(row) for row in wanted]
+    assert merge.num_kept == [1 + sum(row) for row in num_kept]
     for row in range(3):
         joined: dict[int, list[int]] = {}
-        for token, place in enumerate(merge.assign[row].tolist()):
-            joined.setdefault(place, []).append(token)
+        for token, slot in enumerate(merge.assign[row].tolist()):
+            joined.setdefault(slot, []).append(token)
         want = [[0]]
-        for number in (0, 1):
-            mine = [0] + [1 + i for i in range(12) if part[row, i] == number]
-            members, _ = naive(keys[row, mine], counts[row][number] - wanted[row][number], 1)
-            want += [sorted(mine[i] for i in group) for group in members[1:]]
+        for part_index in (0, 1):
+            tokens = [0] + [1 + i for i in range(12) if part[row, i] == part_index]
+            members, _ = naive(keys[row, tokens], counts[row][part_index] - num_kept[row][part_index], 1)
+            want += [sorted(tokens[i] for i in group) for group in members[1:]]
         assert sorted(joined.values()) == sorted(want)

@@ -42,7 +42,7 @@ def build(kind: str) -> Any:
     return model
 
 
-def images(count: int = 3) -> Tensor:
+def draw_images(count: int = 3) -> Tensor:
     return torch.randn(count, 3, 24, 24, generator=torch.Generator().manual_seed(0))
 
 
@@ -57,12 +57,14 @@ def naive_features(model: Any, image: Tensor, plan: list[int], proportional: boo
     groups = [[i] for i in range(len(x))]
     counts = []
     for block, r in zip(model.blocks, plan, strict=True):
-        at = block.attn
-        q, k, v = at.qkv(block.norm1(x)).view(len(x), 3, at.num_heads, at.head_dim).permute(1, 2, 0, 3)
-        q, k = at.q_norm(q), at.k_norm(k)
+        attention = block.attn
+        q, k, v = (
+            attention.qkv(block.norm1(x)).view(len(x), 3, attention.num_heads, attention.head_dim).permute(1, 2, 0, 3)
+        )
+        q, k = attention.q_norm(q), attention.k_norm(k)
         weight = torch.tensor([float(len(group)) for group in groups])
-        logits = q @ k.transpose(1, 2) * at.scale + (weight.log() if proportional else 0)
-        x = x + block.ls1(at.proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1)))
+        logits = q @ k.transpose(1, 2) * attention.scale + (weight.log() if proportional else 0)
+        x = x + block.ls1(attention.proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1)))
         joined, _ = naive(k.mean(0), r, model.num_prefix_tokens)
         x = torch.stack([(x[m] * weight[m, None]).sum(0) / weight[m].sum() for m in joined])
         groups = [[i for member in members for i in groups[member]] for members in joined]
@@ -78,7 +80,7 @@ def naive_features(model: Any, image: Tensor, plan: list[int], proportional: boo
 @each("kind", KINDS)
 @torch.no_grad()
 def test_logits_match_naive_loop(kind: str, fused: bool) -> None:
-    model, x = build(kind), images()
+    model, x = build(kind), draw_images()
     for block in model.blocks:
         block.attn.fused_attn = fused
     plan = [5, 0, 9, 2]
@@ -97,16 +99,16 @@ def test_logits_match_naive_loop(kind: str, fused: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_patch_and_unpatch(kind: str) -> None:
-    model, x = build(kind), images()
-    before, was = model(x), snapshot(model)
+    model, x = build(kind), draw_images()
+    before, state = model(x), snapshot(model)
     assert tokenprune.patch(model, method="tome", keep=0.25) is model
     assert not torch.equal(model(x), before)
     stats = tokenprune.stats(model)
     assert stats.keep_ratio == 0.25 and 0.3 < stats.prefill_flops_ratio < 0.9
-    alone = torch.cat([model(image[None]) for image in x])
-    torch.testing.assert_close(model(x), alone, atol=1e-5, rtol=1e-4)
+    single = torch.cat([model(image[None]) for image in x])
+    torch.testing.assert_close(model(x), single, atol=1e-5, rtol=1e-4)
     tokenprune.unpatch(model)
-    assert snapshot(model) == was
+    assert snapshot(model) == state
     assert torch.equal(model(x), before)
     with tokenprune.patched(model, "tome", keep=1.0):
         assert torch.equal(model(x), before)
@@ -117,12 +119,12 @@ def test_patch_and_unpatch(kind: str) -> None:
 def test_mlps_run_on_fewer_tokens() -> None:
     model = build("class token")
     with tokenprune.patched(model, "tome", r=(4, -1)), record_inputs(*(block.mlp for block in model.blocks)) as states:
-        model(images())
+        model(draw_images())
     assert [x.shape[1] for x in states] == [29, 24, 22, 22]
 
 
 def test_deep_copy_and_training() -> None:
-    model, x = build("average"), images()
+    model, x = build("average"), draw_images()
     tokenprune.patch(model, "tome", keep=0.5)
     twin = copy.deepcopy(model)
     assert torch.equal(twin(x), model(x))
@@ -135,7 +137,7 @@ def test_deep_copy_and_training() -> None:
 
 def test_unsupported_setups_raise() -> None:
     model = build("class token")
-    was = snapshot(model)
+    before = snapshot(model)
     with pytest.raises(UnsupportedModelError, match="fastv is not supported for the timm model"):
         tokenprune.patch(model, ["tome", "fastv"])
     with pytest.raises(BudgetError, match="at most half"):
@@ -146,21 +148,21 @@ def test_unsupported_setups_raise() -> None:
         tokenprune.patch(model, "tome", processor=object())
     with pytest.raises(UnsupportedModelError, match="not a plain timm VisionTransformer"):
         tokenprune.patch(timm.create_model("test_convnext"), "tome")
-    assert snapshot(model) == was
+    assert snapshot(model) == before
     model.set_grad_checkpointing()
     with tokenprune.patched(model, "tome"), pytest.raises(UnsupportedSetupError, match="set_grad_checkpointing"):
-        model(images())
+        model(draw_images())
 
 
 @torch.no_grad()
 def test_dropping_in_models_with_a_class_token() -> None:
-    model, x = build("class token"), images()
+    model, x = build("class token"), draw_images()
     for options in ({"layer": 1}, {"layer": 1, "threshold": 0.5, "partners": 1}):
         with tokenprune.patched(model, "saint", keep=0.4, **options):
             got, counts = model(x), tokenprune.stats(model).encoder_tokens_per_layer
-            alone = torch.cat([model(one[None]) for one in x])
+            single = torch.cat([model(image[None]) for image in x])
         assert counts[0] == counts[1] > counts[2] == counts[3]
-        torch.testing.assert_close(got, alone)
+        torch.testing.assert_close(got, single)
         assert not torch.allclose(got, model(x))
     with pytest.raises(UnsupportedModelError, match="pools all patches"):
         tokenprune.patch(build("average with class token"), "saint", keep=0.4)

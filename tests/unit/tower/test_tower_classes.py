@@ -10,7 +10,7 @@ import pkgutil
 from tokenprune.integrations.shared.attachable import Attachable
 
 FOLDERS = ("shared.towers", "hf.towers", "vllm.worker")
-NEEDS_VLLM = {"items", "models", "positions", "rope", "weights"}  # modules that import vLLM; they have no tower classes
+NEEDS_VLLM = {"items", "models", "positions", "rope", "weights"}  # modules without tower classes that import vLLM
 
 
 def test_towers_inherit_from_at_most_four_classes() -> None:

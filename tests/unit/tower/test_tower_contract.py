@@ -20,7 +20,7 @@ from merging_models import SUPPORTED, UNITS
 from packed_towers import DIFFERENT, drawn
 from tests.unit.methods.test_ipcv import model_of
 from tests.unit.tower.test_encoder_models import PACKED
-from tests.unit.tower.test_frame_merging import SET, clips
+from tests.unit.tower.test_frame_merging import SET, make_clips
 from tile_towers import NAMES as TILES
 from tokenprune import UnsupportedSetupError
 from tower_features import encode
@@ -37,7 +37,7 @@ class Setup:
 
     def make_inputs(self) -> Any:
         if self.method == "earlytom":
-            return clips(FAMILIES[self.name], [True, True])
+            return make_clips(FAMILIES[self.name], [True, True])
         inputs = FAMILIES[self.name].make_inputs()
         return drawn(inputs) if self.method == "pixelprune" else inputs
 

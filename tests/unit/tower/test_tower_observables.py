@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tower values that methods see, against eager attention maps and hooks of the unpatched model.
+"""Tower values that methods get, against eager attention maps and hooks of the unpatched model.
 
 Covers towers with and without a class token, Qwen's windows and merge groups, several images, and videos.
 """
@@ -27,7 +27,7 @@ from tokenprune.methods import registry
 from tower_values import CLASS_TOKEN, attentions_of, run_tower
 from zoo import FAMILIES, Family
 
-# Families with known towers. For other families methods raise.
+# Families with supported towers. For other families, methods that read the tower raise.
 BATCHES = {"images": {"images": (1, 2)}, "video": {"video": True, "images": (1, 1)}}
 CASES = [
     pytest.param(family, batch, id=f"{name}-{batch}")
@@ -45,23 +45,23 @@ def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def reader(needs: tuple[str, ...], read: Any, layers: tuple = (-1,)) -> list[Any]:
-    seen: list[Any] = []
+def register_reader(needs: tuple[str, ...], read: Any, layers: tuple = (-1,)) -> list[Any]:
+    records: list[Any] = []
 
     @tokenprune.register("reader", needs=needs)
     @dataclass(frozen=True)
     class Reader(tokenprune.Pruner):
-        """Record the values that it sees."""
+        """Record the requested values and score tokens by their norm."""
 
         @property
         def encoder_layers(self) -> tuple:
             return layers
 
         def score(self, tokens: Any) -> Tensor:
-            seen.append((tokens.segments, read(tokens)))
+            records.append((tokens.segments, read(tokens)))
             return tokens.hidden.float().norm(dim=-1)
 
-    return seen
+    return records
 
 
 def naive(family: Family, model: Any, inputs: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
@@ -82,16 +82,18 @@ def naive(family: Family, model: Any, inputs: Any, block: int, monkeypatch: pyte
     return {name: run.average(torch.cat([x.flatten(0, 1) for x in parts])) for name, parts in patches.items()}
 
 
-def check(seen: list[Any], family: Family, model: Any, inputs: Any, want: dict[str, Tensor], layer: Any) -> None:
-    flat = {tuple(place): i for i, place in enumerate(family.visual_mask(model, inputs).nonzero().tolist())}
-    for segments, saw in seen:
+def check_values(
+    records: list[Any], family: Family, model: Any, inputs: Any, want: dict[str, Tensor], layer: Any
+) -> None:
+    flat = {tuple(index): i for i, index in enumerate(family.visual_mask(model, inputs).nonzero().tolist())}
+    for segments, values in records:
         for segment, (row, count) in enumerate(zip(segments.row, segments.counts, strict=True)):
-            own = [flat[row, place] for place in segments.position[segment, :count].tolist()]
+            tokens = [flat[row, position] for position in segments.position[segment, :count].tolist()]
             for name in NEEDS:
-                got = saw[name][segment]
+                got = values[name][segment]
                 got = got.T if name == "encoder_received_attention" else got
                 assert got.dtype == torch.float32
-                close(got[:count], want[name][own], 1e-5)
+                close(got[:count], want[name][tokens], 1e-5)
                 assert not got[count:].any()
 
 
@@ -106,13 +108,13 @@ def test_tower_values_match_naive(family: Family, batch: str, build, monkeypatch
         def read(tokens: Any, layer: Any = layer) -> dict[str, Tensor]:
             return {name: getattr(tokens, name)(layer) for name in NEEDS[:-1]} | {NEEDS[-1]: tokens.encoder_features}
 
-        seen = reader(NEEDS, read, (layer,))
+        records = register_reader(NEEDS, read, (layer,))
         for model in (build(family), build(family, "eager")):
             with tokenprune.patched(model, "reader", keep=0.5):
                 model(**inputs)
                 model.generate(**inputs, max_new_tokens=1)
-        assert len(seen) == 4
-        check(seen, family, model, inputs, want, layer)
+        assert len(records) == 4
+        check_values(records, family, model, inputs, want, layer)
 
 
 @torch.no_grad()
@@ -127,10 +129,10 @@ def test_last_block_is_read_if_the_model_skips_it(build, monkeypatch: pytest.Mon
     def read(tokens: Any) -> dict[str, Tensor]:
         return {name: getattr(tokens, name)(last) for name in NEEDS[:-1]} | {NEEDS[-1]: tokens.encoder_features}
 
-    seen = reader(NEEDS, read, (last,))
+    records = register_reader(NEEDS, read, (last,))
     with tokenprune.patched(model, "reader", keep=0.5):
         model(**inputs)
-    check(seen, family, model, inputs, want, last)
+    check_values(records, family, model, inputs, want, last)
 
 
 @torch.no_grad()
@@ -143,26 +145,26 @@ def test_single_observable_is_enough(family: Family, build) -> None:
             value = getattr(tokens, need)
             return value(-1) if callable(value) else value, tokens.patches.tile
 
-        seen = reader((need,), read)
+        records = register_reader((need,), read)
         with tokenprune.patched(model, "reader", keep=0.5):
             model(**inputs)
-        (_, (value, tile)), *_ = seen
-        assert value is not None and tile.shape == seen[0][0].mask.shape
+        (_, (value, tile)), *_ = records
+        assert value is not None and tile.shape == records[0][0].mask.shape
 
 
 def test_vllm_names_unsupported_observables() -> None:
-    reader(("encoder_features",), lambda tokens: tokens.encoder_features)
+    register_reader(("encoder_features",), lambda tokens: tokens.encoder_features)
     with pytest.raises(OptionError, match="it needs encoder_features, which"):
         check_served(tokenprune.method("reader"))
     for need in NEEDS[:-1]:
-        reader((need,), lambda tokens, need=need: getattr(tokens, need)(-1))
+        register_reader((need,), lambda tokens, need=need: getattr(tokens, need)(-1))
         check_served(tokenprune.method("reader"))
 
 
 @torch.no_grad()
 def test_unreadable_observables_raise_before_changes(build) -> None:
     model = build(FAMILIES["llava"])
-    reader(("encoder_keys",), lambda tokens: tokens.encoder_keys(9), (9,))
+    register_reader(("encoder_keys",), lambda tokens: tokens.encoder_keys(9), (9,))
     with pytest.raises(OptionError, match="block 9 does not exist"):
         tokenprune.patch(model, "reader", keep=0.5)
     assert not tokenprune.is_patched(model)
@@ -171,16 +173,16 @@ def test_unreadable_observables_raise_before_changes(build) -> None:
         model, inputs = family.build(), family.make_inputs()
         before = snapshot(model)
         for need in (*NEEDS, "patches"):
-            reader((need,), lambda tokens: None)
+            register_reader((need,), lambda tokens: None)
             with pytest.raises(UnsupportedSetupError, match="reader reads the vision tower"):
                 tokenprune.patch(model, "reader", keep=0.5)
         assert snapshot(model) == before and model(**inputs) is not None
 
 
 def test_errors_name_options_that_read_less(build) -> None:
-    """If a tower cannot be read, the error names the option with which the method does not need it, if there is one."""
+    """The error for an unsupported tower names an option that does not read the tower, if the method has one."""
     model = EVERY_FAMILY["blip-2"].build()
-    for name, given, told in (
+    for name, options, hint in (
         ("mmtok", {}, "mmtok with features='projected'"),
         ("prunesid", {"form": "llava"}, "prunesid with form='qwen'"),
         ("divprune", {"center": "tower"}, "divprune with center='standardised'"),
@@ -189,8 +191,8 @@ def test_errors_name_options_that_read_less(build) -> None:
         ("fastervlm", {}, None),
     ):
         with pytest.raises(UnsupportedSetupError, match="Use a method that acts after the tower") as error:
-            tokenprune.patch(model, name, keep=0.5, **given)
-        assert (told in str(error.value)) if told else " with " not in str(error.value)
+            tokenprune.patch(model, name, keep=0.5, **options)
+        assert (hint in str(error.value)) if hint else " with " not in str(error.value)
     tokenprune.patch(model, "mmtok", keep=0.5, features="projected")
     tokenprune.unpatch(model)
 
@@ -204,12 +206,12 @@ def test_features_of_a_tower_that_merges_patches(name: str, batch: dict[str, Any
     model, inputs = build(family), family.make_inputs(**batch)
     with record_inputs(model.model.visual.merger, note=lambda args, kwargs: args[0].flatten(0, -2)) as merged:
         model(**inputs)
-    features = torch.cat(merged)
+    expected = torch.cat(merged)
     for needs in (NEEDS, ("encoder_features",)):
-        seen = reader(needs, lambda tokens, needs=needs: {need: getattr(tokens, need) for need in needs})
+        records = register_reader(needs, lambda tokens, needs=needs: {need: getattr(tokens, need) for need in needs})
         with tokenprune.patched(model, "reader", keep=0.5):
             model(**inputs)
-        ((segments, saw),) = seen
-        values = saw["encoder_features"]
-        rows = [values[index, :count] for index, count in enumerate(segments.counts)]
-        torch.testing.assert_close(torch.cat(rows), features)
+        ((segments, values),) = records
+        features_per_segment = values["encoder_features"]
+        rows = [features_per_segment[index, :count] for index, count in enumerate(segments.counts)]
+        torch.testing.assert_close(torch.cat(rows), expected)

@@ -28,11 +28,11 @@ def test_tower_on_kept_units_matches_masked_tower(name: str, keep: float | None,
     batches = [family.make_inputs(images=(2, 1))]
     batches += [family.make_inputs(images=(0, 0), video=True)] if family.video else []
     for inputs in map(drawn, batches):
-        most = (lambda units: 10**6) if keep is None else lambda units: max(1, round(keep * units))
-        wanted = kept_by(method, inputs, most)
+        limit = (lambda units: 10**6) if keep is None else lambda units: max(1, round(keep * units))
+        expected_kept = kept_by(method, inputs, limit)
         with tokenprune.patched(model, method, keep=keep):
             got = encode(model, inputs)
-        for modality, images in wanted.items():
+        for modality, images in expected_kept.items():
             kept = torch.cat(images)
             assert 1 < int(kept.sum()) < len(kept)
             assert all(map(torch.equal, get_record(got[modality]).kept, images))
@@ -70,10 +70,10 @@ def test_blocks_and_merger_run_only_on_kept_units(name: str, attn: str, build) -
     assert rows == [sum(counts)] * len(tower.blocks) + [merged]
     assert stats.encoder_tokens_per_layer == [sum(counts)] * len(tower.blocks)
     assert stats.visual_tokens_out == sum(counts) // UNIT
-    whole = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    borders = [0, *torch.tensor(counts).cumsum(0).tolist()]
     for index, piece in enumerate(pieces):
         assert piece[-1] == sum(counts) and all(a < b for a, b in pairwise(piece))
-        assert piece == whole or (hasattr(tower, "window_size") and index not in tower.fullatt_block_indexes)
+        assert piece == borders or (hasattr(tower, "window_size") and index not in tower.fullatt_block_indexes)
 
 
 @torch.no_grad()
@@ -122,8 +122,8 @@ def test_kept_tokens_keep_their_positions(name: str, build) -> None:
         kept = tokenprune.stats(model).cuts[-1].kept
     with record_inputs(decoder, note=get_positions) as unpruned:
         model(**inputs)
-    for row, own in enumerate(kept):
-        assert torch.equal(pruned[0][:, row, -len(own) :], unpruned[0][:, row, own])
+    for row, positions in enumerate(kept):
+        assert torch.equal(pruned[0][:, row, -len(positions) :], unpruned[0][:, row, positions])
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -141,7 +141,7 @@ def test_selection_does_not_depend_on_other_images(name: str, build) -> None:
             pixels = inputs["pixel_values"][start : start + grid.prod()]
             alone = encode(model, {"pixel_values": pixels, "image_grid_thw": grid[None]})["image"]
             assert torch.equal(kept[image], get_record(alone).kept[0])
-            close(tensors_of(batch)[0].split([len(one) for one in kept])[image], tensors_of(alone)[0], 1e-6)
+            close(tensors_of(batch)[0].split([len(units) for units in kept])[image], tensors_of(alone)[0], 1e-6)
             start += grid.prod()
 
 

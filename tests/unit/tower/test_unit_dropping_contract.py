@@ -27,11 +27,11 @@ def test_hidden_states_have_the_full_length(build) -> None:
 def test_unsupported_setups_raise(build) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), drawn(family.make_inputs())
-    for method, says in (
+    for method, message in (
         (["pixelprune", "tome"], "both act at"), (["pixelprune", "vscan"], "pixelprune drops patches there"),
         (["pixelprune", "evs"], "pixelprune drops some of the tokens"),
     ):  # fmt: skip
-        with pytest.raises(OptionError, match=says):
+        with pytest.raises(OptionError, match=message):
             tokenprune.patch(model, method, keep=0.5)
     for budget in (tokenprune.Budget(keep=0.5, per="prompt"), tokenprune.Budget.from_flops_share(0.5)):
         with pytest.raises(BudgetError, match="before the prompt is known"):
@@ -45,7 +45,7 @@ def test_invalid_results_of_a_method_raise(build) -> None:
     class Wrong(tokenprune.selection.UnitDropper):
         name = "wrong"
 
-        def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+        def keep_units(self, pixels: Tensor, max_units: int) -> Tensor:
             return pixels.sum(-1)
 
     family = FAMILIES["qwen2_vl"]

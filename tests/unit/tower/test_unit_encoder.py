@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging in towers after which a square of patches becomes one visual token, against plain loops over one tile."""
+"""Merging in towers that join a square of patches into one visual token, against plain loops over one tile."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tiles(count: int = 2, seed: int = 0) -> Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def mixed(seed: int = 0) -> Tensor:
+def draw_mixed_tiles(seed: int = 0) -> Tensor:
     """Return four tiles that lose different numbers of units."""
     pixels = tiles(4, seed)
     pixels[1] = pixels[1, :, :, :1]  # stripes
@@ -89,7 +89,7 @@ def naive_tower(
 
     Args:
         plan: Number of merged units of each block, or a function that returns the merged units in their new order.
-        mask: Mask of the patches, shape (patches,), bool. The others are padding.
+        mask: Mask of the patches without padding, shape (patches,), bool.
 
     Returns:
         The feature of each merged unit, and its members (units in raster order).
@@ -101,10 +101,8 @@ def naive_tower(
     else:
         embedded = tower.embeddings(pixels[None])[0]
     x, patches = embedded[:classes], embedded[classes:]
-    units, weights = (
-        [],
-        [],
-    )  # per kept unit: values (4, channels), and the number of patches in each of its four positions
+    # Per kept unit: values (4, channels), and the number of patches in each of its four positions.
+    units, weights = [], []
     for row in range(0, GRID, SIDE):
         for column in range(0, GRID, SIDE):
             members = [(row + i) * GRID + column + j for i in range(SIDE) for j in range(SIDE)]
@@ -113,14 +111,14 @@ def naive_tower(
     groups = [[unit] for unit in range(len(units))]
     for block, r in zip(layers_of(tower), plan, strict=True):
         internvl = hasattr(block, "lambda_1")
-        at = block.attention if internvl else block.self_attn
+        attention = block.attention if internvl else block.self_attn
         flat = torch.cat([x, *units])
         h = (block.layernorm_before if internvl else block.layer_norm1)(flat)
-        k = at.k_norm(at.k_proj(h)) if internvl else at.k_proj(h)
-        k = k.view(len(h), at.num_heads, -1).mean(1)
+        k = attention.k_norm(attention.k_proj(h)) if internvl else attention.k_proj(h)
+        k = k.view(len(h), attention.num_heads, -1).mean(1)
         weight = torch.cat([torch.ones(classes), *weights])
         bias = (weight if proportional else (weight > 0).float()).log()[None, None, None]
-        attended = at(h[None], attention_mask=bias.expand(1, 1, len(h), -1))[0][0]
+        attended = attention(h[None], attention_mask=bias.expand(1, 1, len(h), -1))[0][0]
         flat = flat + (block.lambda_1 * attended if internvl else attended)
         x, units = flat[:classes], list(flat[classes:].view(-1, SIDE**2, flat.shape[1]))
         metric = k[classes:].reshape(len(units), -1)
@@ -142,7 +140,7 @@ def naive_tower(
 
 
 def check_tile(features: Tensor, groups: Tensor, want: tuple[Tensor, list[list[int]]]) -> None:
-    """features: of one tile `[units, D]`; groups: of its record."""
+    """Compare the features (units, channels) and the recorded groups of one tile with the naive result."""
     for feature, members in zip(*want, strict=True):
         for member in members:
             close(features[member], feature)
@@ -187,18 +185,18 @@ def test_padded_patches_have_zero_weight(build, attn: str, proportional: bool) -
 def test_mlps_run_on_fewer_units_and_counts_are_exact(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     count, classes = sum(map(sum, inputs.counts)), int(family.name == "internvl")
-    for keep, left in ((0.5, 8), (0.3, 5), (7, 7), (1.0, 16), (16, 16), (1000, 16)):
+    for keep, num_kept in ((0.5, 8), (0.3, 5), (7, 7), (1.0, 16), (16, 16), (1000, 16)):
         mlps = [block.mlp for block in layers_of(tower_of(model))]
         with (
             tokenprune.patched(model, "tome", keep=keep),
-            record_inputs(*mlps, note=lambda args, kwargs: args[0].shape[1]) as seen,
+            record_inputs(*mlps, note=lambda args, kwargs: args[0].shape[1]) as token_counts,
         ):
             model(**inputs)
             stats = tokenprune.stats(model)
-        assert (stats.visual_tokens_in, stats.visual_tokens_out) == (count, count // 16 * left)
-        assert seen[-1] == 4 * left + classes
+        assert (stats.visual_tokens_in, stats.visual_tokens_out) == (count, count // 16 * num_kept)
+        assert token_counts[-1] == 4 * num_kept + classes
         if keep != 1.0:
-            assert stats.encoder_tokens_per_layer == [count // 16 * n for n in (64 + classes, *seen[:-1])]
+            assert stats.encoder_tokens_per_layer == [count // 16 * n for n in (64 + classes, *token_counts[:-1])]
 
 
 @pytest.mark.parametrize("method", ["tome", ["tome", "fastv"]])
@@ -237,19 +235,21 @@ def test_same_tower_in_other_families(name: str) -> None:
 
 @torch.no_grad()
 def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, build) -> None:
-    model, pixels = build(family), mixed()
+    model, pixels = build(family), draw_mixed_tiles()
     # From other tiles: a threshold is the similarity of a pair of their units.
-    found = calibrate(model, list(mixed(seed=1)), keep=0.5, batch_size=4, progress=False)
-    rules = [partial(naive_match, tau=value, protected=0) for value in found.values[0.5].tolist()]
-    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found):
+    thresholds = calibrate(model, list(draw_mixed_tiles(seed=1)), keep=0.5, batch_size=4, progress=False)
+    rules = [partial(naive_match, tau=value, protected=0) for value in thresholds.values[0.5].tolist()]
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds):
         got = encode(model, pixels)
-    left = []
+    kept_counts = []
     for tile, image in enumerate(pixels):
         want = naive_tower(family, model, image, rules, True)
         check_tile(got.pooler_output[tile], get_record(got).groups[tile], want)
-        left.append(len(want[1]))
-    assert len(set(left)) > 1 and 20 < sum(left) < 48  # a different number per tile, about half on average
-    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=True):
+        kept_counts.append(len(want[1]))
+    assert (
+        len(set(kept_counts)) > 1 and 20 < sum(kept_counts) < 48
+    )  # a different number per tile, about half on average
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds, exact=True):
         assert [len(groups.unique()) for groups in get_record(encode(model, pixels)).groups] == [8] * 4
 
 
@@ -258,15 +258,15 @@ def test_virtual_unmerging_of_units(build) -> None:
     """vtu: the decoder attends to all positions, and computes only on the merged tokens."""
     family = FAMILIES["internvl"]
     model, inputs = build(family), family.make_inputs()
-    found = calibrate(model, list(tiles(4)), keep=0.5, batch_size=4, progress=False)
-    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, vtu="expanded"):
+    thresholds = calibrate(model, list(tiles(4)), keep=0.5, batch_size=4, progress=False)
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds, vtu="expanded"):
         assert model(**inputs).logits.isfinite().all()
         assert tokenprune.stats(model).visual_tokens_out < sum(map(sum, inputs.counts))
 
 
 @torch.no_grad()
 def test_other_image_sizes(build) -> None:
-    """InternVL takes tiles of other sizes with interpolated positions, and their units are found."""
+    """InternVL interpolates its positions for tiles of other sizes. Their units merge, too."""
     model = build(FAMILIES["internvl"])
     with tokenprune.patched(model, "tome", keep=0.5):
         got = encode(model, torch.nn.functional.interpolate(tiles(), 48))
