@@ -76,14 +76,9 @@ def test_the_tower_runs_once_for_ten_questions(build: Callable) -> None:
     with tokenprune.patched(model, "cdpruner", keep=0.5, feature_cache=ROOM), tower_calls(model) as calls:
         for index in range(10):
             model.generate(**another_question(inputs, index), max_new_tokens=2)
-        cache_counts = tokenprune.stats(model).feature_cache
-        assert len(calls) == 1 and (
-            cache_counts.hits,
-            cache_counts.misses,
-            cache_counts.entries,
-            cache_counts.evictions,
-        ) == (9, 1, 1, 0)
-        assert 0 < cache_counts.bytes <= cache_counts.limit == ROOM
+        usage = tokenprune.stats(model).feature_cache
+        assert len(calls) == 1 and (usage.hits, usage.misses, usage.entries, usage.evictions) == (9, 1, 1, 0)
+        assert 0 < usage.bytes <= usage.limit == ROOM
         assert "feature cache: 9 hits, 1 misses" in repr(tokenprune.stats(model))
         assert f"tokenprune: feature_cache={ROOM}" in repr(model)
 
@@ -204,10 +199,10 @@ def test_two_threads(limit: int, build: Callable) -> None:
         threads = [threading.Thread(target=ask, args=(order,)) for order in ((0, 1, 2), (2, 0, 1))]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
-        cache_counts = tokenprune.feature_cache(model).counts()
+        usage = tokenprune.feature_cache(model).counts()
     assert not wrong
-    assert cache_counts.hits + cache_counts.misses == 18 and cache_counts.bytes <= limit
-    assert cache_counts.misses >= 3 and (limit < ROOM or cache_counts.hits >= 12)
+    assert usage.hits + usage.misses == 18 and usage.bytes <= limit
+    assert usage.misses >= 3 and (limit < ROOM or usage.hits >= 12)
 
 
 @torch.no_grad()

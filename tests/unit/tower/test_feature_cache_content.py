@@ -170,8 +170,8 @@ def test_training_and_gradients_bypass_the_cache(build: Callable) -> None:
         model.train()(**inputs)
         model.eval().requires_grad_(False)
     model(**inputs | {"pixel_values": inputs["pixel_values"].clone().requires_grad_()})
-    cache_counts = tokenprune.feature_cache(model).counts()
-    assert (cache_counts.hits, cache_counts.misses, cache_counts.not_kept, cache_counts.entries) == (0, 0, 3, 0)
+    usage = tokenprune.feature_cache(model).counts()
+    assert (usage.hits, usage.misses, usage.not_kept, usage.entries) == (0, 0, 3, 0)
     model(**inputs), model(**inputs)  # gradients are enabled, but no parameter requires them
     assert counts(model) == (1, 1)
 
@@ -214,24 +214,13 @@ def test_limit_rejects_large_entries_and_evicts_oldest(build: Callable) -> None:
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=size - 1):
         want = model(**images[0]).logits
         assert torch.equal(model(**images[0]).logits, want)
-        cache_counts = tokenprune.feature_cache(model).counts()
-        assert (
-            cache_counts.hits,
-            cache_counts.misses,
-            cache_counts.not_kept,
-            cache_counts.entries,
-            cache_counts.bytes,
-        ) == (0, 2, 2, 0, 0)
+        usage = tokenprune.feature_cache(model).counts()
+        assert (usage.hits, usage.misses, usage.not_kept, usage.entries, usage.bytes) == (0, 2, 2, 0, 0)
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=2 * size + 5):
         for index in (0, 1, 0, 2):  # 1 is the least recently used entry when 2 is added
             model(**images[index])
-        cache_counts = tokenprune.feature_cache(model).counts()
-        assert (cache_counts.hits, cache_counts.misses, cache_counts.evictions, cache_counts.entries) == (
-            1,
-            3,
-            1,
-            2,
-        ) and cache_counts.bytes == 2 * size
+        usage = tokenprune.feature_cache(model).counts()
+        assert (usage.hits, usage.misses, usage.evictions, usage.entries) == (1, 3, 1, 2) and usage.bytes == 2 * size
         model(**images[0]), model(**images[2])
         assert counts(model) == (3, 3)
         model(**images[1])

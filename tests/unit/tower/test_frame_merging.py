@@ -133,9 +133,7 @@ def test_tower_matches_naive_loop(family: Family, keep: float, build) -> None:
         assert torch.allclose(logits[row, -1], model.lm_head(reference[0, -1]), atol=1e-4)
         num_kept += len(tokens)
     assert stats.visual_tokens_out == num_kept
-    assert stats.encoder_tokens_per_layer[: len(counts[0])] == [
-        sum(block_counts) for block_counts in zip(*counts, strict=True)
-    ]
+    assert stats.encoder_tokens_per_layer[: len(counts[0])] == [sum(c) for c in zip(*counts, strict=True)]
 
 
 @torch.no_grad()
@@ -164,10 +162,7 @@ def test_images_are_unchanged(build) -> None:
         assert any("images keep all tokens" in note for note in tokenprune.stats(model).notes)
         clips = make_clips(family, [True, True], images=(1, 1))
         model(**clips)
-        stats, images = (
-            tokenprune.stats(model),
-            sum(map(sum, clips.counts)) - 2 * len(list_positions(clips, 0)),
-        )
+        stats, images = tokenprune.stats(model), sum(map(sum, clips.counts)) - 2 * len(list_positions(clips, 0))
         assert stats.visual_tokens_out == images + 2 * round(0.3 * len(list_positions(clips, 0)))
 
 

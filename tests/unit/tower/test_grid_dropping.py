@@ -17,7 +17,7 @@ from families import FAMILIES
 from merging_models import layers_of, tower_of
 from module_calls import record_inputs
 from oracle import close
-from tests.unit.methods.test_towerdrop import naive, seen_by
+from tests.unit.methods.test_towerdrop import naive, observe_values
 from tests.unit.tower.test_tile_dropping import KEEP, SCORES
 from tile_towers import masked
 from tokenprune import BudgetError, OptionError, UnsupportedSetupError
@@ -42,7 +42,7 @@ def check_tower(model: Any, inputs: Any, score: str, layer: int) -> None:
     visible, kept = torch.zeros_like(patch_mask), []
     for row, (height, width) in enumerate(shapes):
         units = units_of(height, width)
-        shown = seen_by(score, [x[row, units] for x in entered], layer).view(1, height // 2, width // 2, -1)
+        shown = observe_values(score, [x[row, units] for x in entered], layer).view(1, height // 2, width // 2, -1)
         kept.append(naive(score, shown, round(KEEP * len(units))).flatten())
         visible[row, torch.tensor(units)[kept[-1]].flatten()] = True
     with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=layer, score=score, guard="off"):

@@ -16,7 +16,7 @@ from merging_models import layers_of, tower_of
 from module_calls import record_inputs, replace_outputs
 from only_kept import only_kept
 from oracle import close, reduced
-from tests.unit.methods.test_towerdrop import naive, seen_by
+from tests.unit.methods.test_towerdrop import naive, observe_values
 from tile_towers import NAMES, check_kept_tiles, family_of, squares
 from tokenprune import OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import get_record
@@ -43,7 +43,7 @@ def test_tower_matches_tower_masked_from_each_block(name: str, score: str, build
     read = len(blocks) - (name == "llava")  # the last block is not read
     for layer in range(score == "change", read):
         states = [x[:, ahead:][:, units].flatten(0, 1) for x in entered]
-        shown = seen_by(score, states, layer).view(len(entered[0]), side, side, -1)
+        shown = observe_values(score, states, layer).view(len(entered[0]), side, side, -1)
         kept = torch.cat([naive(score, tile[None], num_kept) for tile in shown]).flatten(1)
         with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=layer, score=score, guard="off"):
             got = encode(model, inputs)["image"]

@@ -18,7 +18,7 @@ from families import FAMILIES
 from made_up_thresholds import by_hand
 from merging_models import SUPPORTED, UNITS
 from packed_towers import DIFFERENT, drawn
-from tests.unit.methods.test_ipcv import model_of
+from tests.unit.methods.test_ipcv import build_model
 from tests.unit.tower.test_encoder_models import PACKED
 from tests.unit.tower.test_frame_merging import SET, make_clips
 from tile_towers import NAMES as TILES
@@ -153,7 +153,7 @@ LARGE_BUDGETS = [Setup(name, method, "", {"keep": 10**4, "guard": "off", **optio
 @torch.no_grad()
 def test_budget_above_the_count_is_bit_equal(setup: Setup, build) -> None:
     """The method acts, unlike with keep=1.0 (test_identity.py), and keeps all tokens."""
-    model = model_of(setup.name, build) if setup.method == "ipcv" else build(FAMILIES[setup.name])
+    model = build_model(setup.name, build) if setup.method == "ipcv" else build(FAMILIES[setup.name])
     inputs = FAMILIES[setup.name].make_inputs(images=(2, 1))
     want = model(**inputs).logits
     with setup.patch(model):
