@@ -17,23 +17,23 @@ from tokenprune.methods.pre_llm.apet import compute_approximation_error, pick_fa
 from tower_tokens import chosen, merged, tower_tokens
 
 
-def image(count: int, width: int = 16, seed: int = 0, rank: int | None = None) -> torch.Tensor:
-    """`[1, count, width]`, of a rank."""
+def draw_image(count: int, width: int = 16, seed: int = 0, rank: int | None = None) -> torch.Tensor:
+    """Return random tokens of a rank, shape (1, count, width)."""
     g = torch.Generator().manual_seed(seed)
     rank = rank or width
     return torch.randn(1, count, rank, generator=g) @ torch.randn(rank, width, generator=g)
 
 
-def view(x: torch.Tensor, keep: int, **given: Any) -> Any:
-    return tower_tokens([([(1, x.shape[1])], 0)], [keep], hidden=x, **given)
+def view(x: torch.Tensor, keep: int, **overrides: Any) -> Any:
+    return tower_tokens([([(1, x.shape[1])], 0)], [keep], hidden=x, **overrides)
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_error_equals_least_squares_residual(scale: float) -> None:
     """A token orthogonal to the basis has its own norm as its error."""
-    x = scale * image(40)
-    basis, real = pick_farthest_points(x, torch.ones(1, 40, dtype=torch.bool), [6])
-    assert real.all()
+    x = scale * draw_image(40)
+    basis, is_valid = pick_farthest_points(x, torch.ones(1, 40, dtype=torch.bool), [6])
+    assert is_valid.all()
     s = x[:, basis[0]]
     fit = torch.linalg.lstsq(s[0].T.double(), x[0].T.double()).solution
     want = (x[0].double() - (s[0].T.double() @ fit).T).norm(dim=1)
@@ -46,49 +46,49 @@ def test_error_equals_least_squares_residual(scale: float) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_tokens_in_the_span_have_no_error(scale: float) -> None:
-    x = scale * image(40, rank=3)
+    x = scale * draw_image(40, rank=3)
     assert compute_approximation_error(x, x[:, :5]).max() < 1e-3 * x.norm(dim=2).max()
     kept = chosen("apet", view(x, 12))[0]
     assert len(kept) == 12 and kept == list(range(12))
 
 
 def test_farthest_points_have_falling_distances() -> None:
-    x = image(30, seed=1)
+    x = draw_image(30, seed=1)
     x[0, 15:] = x[0, :15]
-    taken, _ = pick_farthest_points(x, torch.ones(1, 30, dtype=torch.bool), [20])
-    order = taken[0].tolist()
+    picked, _ = pick_farthest_points(x, torch.ones(1, 30, dtype=torch.bool), [20])
+    order = picked[0].tolist()
     assert len({i % 15 for i in order[:15]}) == 15 and len(set(order)) == 20 and order[0] == x[0].norm(dim=1).argmax()
-    reach = [max(min(float((a - x[0, j]).norm()) for j in order[:n]) for a in x[0]) for n in range(1, 16)]
-    assert all(later <= one for one, later in pairwise(reach)) and reach[-1] == 0
+    radii = [max(min(float((a - x[0, j]).norm()) for j in order[:n]) for a in x[0]) for n in range(1, 16)]
+    assert all(later <= earlier for earlier, later in pairwise(radii)) and radii[-1] == 0
 
 
-@pytest.mark.parametrize("own", [0.0, 0.5])
-def test_merged_features(own: float) -> None:
-    """A kept token is the mean of its group, or a basis token mixed with the token it replaces, weighted by `own`."""
-    x = image(60)
-    selection = tokenprune.method("apet", own=own).select(view(x, 24))
+@pytest.mark.parametrize("own_weight", [0.0, 0.5])
+def test_merged_features(own_weight: float) -> None:
+    """A kept token is the mean of its group, or is mixed with the basis token that replaces it."""
+    x = draw_image(60)
+    selection = tokenprune.method("apet", own=own_weight).select(view(x, 24))
     out = merged(view(x, 24), selection)[0]
-    kept, into, basis = of_image(x[0].double(), 24)
-    moved = {into[s]: s for s in basis if s in into}
-    assert len(moved) == 10 and len(into) == 36
-    for place in kept:
-        if place in moved:
-            want = own * x[0, place] + (1 - own) * x[0, moved[place]]
+    kept, targets, basis = of_image(x[0].double(), 24)
+    replacements = {targets[s]: s for s in basis if s in targets}
+    assert len(replacements) == 10 and len(targets) == 36
+    for token in kept:
+        if token in replacements:
+            want = own_weight * x[0, token] + (1 - own_weight) * x[0, replacements[token]]
         else:
-            want = x[0, [place, *(i for i, to in into.items() if to == place)]].mean(0)
-        torch.testing.assert_close(out[place], want)
+            want = x[0, [token, *(i for i, target in targets.items() if target == token)]].mean(0)
+        torch.testing.assert_close(out[token], want)
 
 
 @pytest.mark.parametrize("keep", [51, 55, 59])
 def test_kept_basis_tokens_keep_their_index(keep: int) -> None:
     """Other basis tokens replace the tokens with the smallest errors."""
-    x = image(60)
-    kept, into, basis = of_image(x[0].double(), keep)
+    x = draw_image(60)
+    kept, targets, basis = of_image(x[0].double(), keep)
     assert 0 < len(set(basis) & set(kept)) < 10
     out = merged(view(x, keep), tokenprune.method("apet").select(view(x, keep)))[0]
-    for place in set(basis) & set(kept):
-        assert torch.equal(out[place], x[0, place])
-    assert {s: to for s, to in into.items() if s in basis}.keys() == set(basis) - set(kept)
+    for token in set(basis) & set(kept):
+        assert torch.equal(out[token], x[0, token])
+    assert {s: target for s, target in targets.items() if s in basis}.keys() == set(basis) - set(kept)
 
 
 def test_non_patches_are_dropped_first_and_never_merged() -> None:
@@ -97,24 +97,24 @@ def test_non_patches_are_dropped_first_and_never_merged() -> None:
     features, hidden = tokens.encoder_features, tokens.hidden.clone()
     features[0, 25:] = 0
     hidden[0, 4, 0] = torch.nan
-    for options, given, out in (
+    for options, overrides, dropped in (
         ({"features": "tower"}, {"encoder_features": features}, range(25, 28)),
         ({}, {"hidden": hidden}, [4]),
     ):
-        selection = tokenprune.method("apet", **options).select(tower_tokens([([(5, 5)], 3)], [9], **given))
-        assert not selection.keep[0, list(out)].any() and (selection.assign[0, list(out)] == -1).all()
+        selection = tokenprune.method("apet", **options).select(tower_tokens([([(5, 5)], 3)], [9], **overrides))
+        assert not selection.keep[0, list(dropped)].any() and (selection.assign[0, list(dropped)] == -1).all()
         assert merged(tokens, selection)[selection.keep].isfinite().all()
 
 
 def test_inner_cuts_a_second_time_at_the_middle_layer(build: Any) -> None:
-    """The first cut keeps three times as many tokens as the second, by the same rule for any question."""
+    """The first cut keeps three times as many tokens as the second. Both cuts ignore the question."""
     (first, _), (late, _) = tokenprune.method("apet", inner=True, own=0.5).stages(Budget(keep=0.25), 32)
     assert (first.site, late.site, late.cut_layer, late.own, late.inner) == (Site.PRE_LLM, Site.IN_LLM, 16, 0.5, False)
     assert counts_of(tokenprune.method("apet", inner=True), 32, 400, 0.25) == [(0, 150), (16, 50)]
 
-    def loop(seen: Arrived) -> list[int]:
-        kept, _, _ = of_image(seen.hidden[seen.places].double(), len(seen.stays), basis=2)
-        return [seen.places[i] for i in kept]
+    def loop(arrived: Arrived) -> list[int]:
+        kept, _, _ = of_image(arrived.hidden[arrived.places].double(), len(arrived.stays), basis=2)
+        return [arrived.places[i] for i in kept]
 
     cuts = check_in_model("apet", loop, build, keep=0.5, inner=True, basis=2)
     assert [cut.layer for cut in cuts] == [0, 2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cdpruner, and Cen-Prune on it and on divprune, against naive loops written from their descriptions."""
+"""cdpruner and divprune, with and without Cen-Prune: behavior that their loops in naive/ do not cover."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from tokenprune.methods.scores import center_tokens, rescale
 
 @pytest.mark.parametrize("center", [True, "standardised"])
 def test_tokens_equal_to_the_mean_become_zero(center: Any) -> None:
-    """Their difference is rounding error. Tokens that are not finite become zero too."""
+    """Their difference to the mean is a rounding error. Tokens that are not finite become zero, too."""
     x = torch.randn(1, 37, 8, generator=torch.Generator().manual_seed(0)) + 100
     x[:, -1] = x[:, :-1].mean(1)
     assert not center_tokens(image_tokens([37], [4], hidden=x), center)[0][0, -1].any()
     x[:, 5] = math.nan
-    left, distinct = center_tokens(image_tokens([37], [4], hidden=x), center)
-    assert not left[0, 5].any() and left[0, :5].any(1).all() and left.isfinite().all() and distinct.isfinite().all()
+    centered, distinct = center_tokens(image_tokens([37], [4], hidden=x), center)
+    assert (
+        not centered[0, 5].any()
+        and centered[0, :5].any(1).all()
+        and centered.isfinite().all()
+        and distinct.isfinite().all()
+    )
 
 
 def test_rescale() -> None:
@@ -37,9 +42,9 @@ def test_rescale() -> None:
 def test_each_pick_maximizes_the_determinant() -> None:
     """Compare with log-determinants that are recomputed for each candidate."""
     tokens = image_tokens([11], [5])
-    seen = alone(tokens, 0)
-    weight = naive_relevance(seen["x"], seen["t"], 1, 0.5)
-    kernel, picks = weight[:, None] * cosine_table(seen["x"]) * weight, []
+    inputs = alone(tokens, 0)
+    weight = naive_relevance(inputs["x"], inputs["t"], 1, 0.5)
+    kernel, picks = weight[:, None] * cosine_table(inputs["x"]) * weight, []
     for _ in range(5):
         gain = {i: float(torch.logdet(kernel[[*picks, i]][:, [*picks, i]])) for i in range(11) if i not in picks}
         picks.append(max(gain, key=gain.get))
@@ -51,13 +56,13 @@ def test_text_changes_the_choice_unless_theta_is_0() -> None:
     tokens = image_tokens([40], [6])
     text = {"hidden": tokens.hidden[:, [7]] + 0.1, "mask": torch.ones(1, 1, dtype=torch.bool)}
     assert 7 in picked(method, image_tokens([40], [6], text=text))[0]
-    away = tokenprune.method("cdpruner", theta=1.0, sign=-1)
-    assert 7 not in picked(away, image_tokens([40], [6], text=text))[0]
+    dissimilar = tokenprune.method("cdpruner", theta=1.0, sign=-1)
+    assert 7 not in picked(dissimilar, image_tokens([40], [6], text=text))[0]
     (plain,) = picked(tokenprune.method("cdpruner", theta=0), tokens)
     assert picked(tokenprune.method("cdpruner", theta=0), image_tokens([40], [6], text=text)) == [plain]
     # Without text, or with uniform relevance, all tokens have equal weight.
-    for none in (torch.zeros(1, 2, dtype=torch.bool), torch.zeros(1, 0, dtype=torch.bool)):
-        silent = {"hidden": torch.randn(1, none.shape[1], 32), "mask": none}
+    for mask in (torch.zeros(1, 2, dtype=torch.bool), torch.zeros(1, 0, dtype=torch.bool)):
+        silent = {"hidden": torch.randn(1, mask.shape[1], 32), "mask": mask}
         assert picked(method, image_tokens([40], [6], text=silent)) == [plain]
     assert tokenprune.method("cdpruner").query_aware and not tokenprune.method("cdpruner", theta=0).query_aware
 

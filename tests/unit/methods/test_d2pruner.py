@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""d2pruner against naive loops written from its description, and how its prior is fitted."""
+"""d2pruner against naive loops written from its description, and the fit of its prior."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def naive_choice(
     importance: list[float], hidden: Tensor, keep: int, cells: list[tuple[int, int, int]], pivots: float = 0.7,
     alpha: float = 1.0, threshold: float = 0.8, radius: float = 1.0,
 ) -> list[int]:  # fmt: skip
-    """cells: frame, row and column of each token."""
+    """Return the kept tokens. cells: frame, row and column of each token."""
     unit = torch.nn.functional.normalize(hidden.double(), dim=1)
     order = sorted(range(len(importance)), key=lambda i: (-importance[i], i))
-    sure = order[: max(1, int(pivots * keep))]
+    pivot_tokens = order[: max(1, int(pivots * keep))]
     chosen: list[int] = []
-    for i in order[len(sure) :]:
-        if len(sure) + len(chosen) == keep:
+    for i in order[len(pivot_tokens) :]:
+        if len(pivot_tokens) + len(chosen) == keep:
             break
 
-        def alike(j: int, i: int = i) -> float:
+        def compute_similarity(j: int, i: int = i) -> float:
             (f, r, c), (g, s, d) = cells[i], cells[j]
-            near = float(torch.tensor(-((r - s) ** 2 + (c - d) ** 2) / (2 * radius**2)).exp()) if f == g else 0.0
-            return alpha * float(unit[i] @ unit[j]) + (1 - alpha) * near
+            proximity = float(torch.tensor(-((r - s) ** 2 + (c - d) ** 2) / (2 * radius**2)).exp()) if f == g else 0.0
+            return alpha * float(unit[i] @ unit[j]) + (1 - alpha) * proximity
 
-        if all(alike(j) <= threshold for j in chosen):
+        if all(compute_similarity(j) <= threshold for j in chosen):
             chosen.append(i)
-    rest = [i for i in order if i not in sure and i not in chosen]
-    return sorted((sure + chosen + rest)[:keep])
+    rest = [i for i in order if i not in pivot_tokens and i not in chosen]
+    return sorted((pivot_tokens + chosen + rest)[:keep])
 
 
 CELLS = {
@@ -71,7 +71,7 @@ def test_selection_matches_loop(grid: Any, options: dict[str, Any]) -> None:
             assert rows(method.select(tokens).keep) == want
 
 
-def saved(path: Path, table: Tensor, decoder: Any, layer: int = 2) -> str:
+def save_prior(path: Path, table: Tensor, decoder: Any, layer: int = 2) -> str:
     AttentionPrior(table, layer, compute_fingerprint(decoder)).save(path)
     return str(path)
 
@@ -79,29 +79,31 @@ def saved(path: Path, table: Tensor, decoder: Any, layer: int = 2) -> str:
 def test_importance_is_attention_over_prior(build: Any, tmp_path: Path) -> None:
     decoder = build(FAMILIES["llava"], "eager").get_submodule(FAMILIES["llava"].decoder)
     table = torch.rand(6, 6, generator=torch.Generator().manual_seed(0)) + 0.1
-    path = saved(tmp_path / "prior.safetensors", table, decoder)
+    path = save_prior(tmp_path / "prior.safetensors", table, decoder)
 
-    def naive(seen: Arrived) -> list[int]:
-        attention = seen.before[:, seen.last, seen.places].mean(0)
+    def naive(arrived: Arrived) -> list[int]:
+        attention = arrived.before[:, arrived.last, arrived.places].mean(0)
         importance = (attention / table.flatten()).tolist()
         cells = [(0, i // 6, i % 6) for i in range(36)]
-        return [seen.places[i] for i in naive_choice(importance, seen.hidden[seen.places], seen.keep, cells)]
+        return [
+            arrived.places[i] for i in naive_choice(importance, arrived.hidden[arrived.places], arrived.keep, cells)
+        ]
 
     check_in_model("d2pruner", naive, build, keep=0.3, prior=path)
 
 
 def test_uniform_prior_changes_nothing(build: Any, tmp_path: Path) -> None:
-    """A uniform prior without diversity ranks like fastv, and zero cells of a prior do not fail."""
+    """With pivots=1.0, tokens are ranked as in fastv. Zero cells of a prior raise no error."""
     decoder = build(FAMILIES["llava"]).get_submodule(FAMILIES["llava"].decoder)
-    even = saved(tmp_path / "even.safetensors", torch.full((3, 5), 0.25), decoder)
-    holes = saved(tmp_path / "holes.safetensors", torch.eye(3, 4), decoder)
+    uniform = save_prior(tmp_path / "even.safetensors", torch.full((3, 5), 0.25), decoder)
+    sparse = save_prior(tmp_path / "holes.safetensors", torch.eye(3, 4), decoder)
     tokens = view([30, 12], [9, 3], ("last_row_attention",), grids=[(1, 5, 6), None])
-    got = [rows(tokenprune.method("d2pruner", prior=prior).select(tokens).keep) for prior in (None, even)]
+    got = [rows(tokenprune.method("d2pruner", prior=prior).select(tokens).keep) for prior in (None, uniform)]
     assert got[0] == got[1]
-    of_pivots = rows(tokenprune.method("d2pruner", pivots=1.0).select(tokens).keep)
-    assert of_pivots == [best(tokens.last_row_attention[row].mean(0).tolist()[:n], k) for row, (n, k) in
+    pivots_only = rows(tokenprune.method("d2pruner", pivots=1.0).select(tokens).keep)
+    assert pivots_only == [best(tokens.last_row_attention[row].mean(0).tolist()[:n], k) for row, (n, k) in
                          enumerate(((30, 9), (12, 3)))]  # fmt: skip
-    assert [len(row) for row in rows(tokenprune.method("d2pruner", prior=holes).select(tokens).keep)] == [9, 3]
+    assert [len(row) for row in rows(tokenprune.method("d2pruner", prior=sparse).select(tokens).keep)] == [9, 3]
     assert "prior=None" in tokens._source.notes[0]
 
 
@@ -115,8 +117,7 @@ def test_resize_to_same_grid_is_identity() -> None:
 
 @torch.no_grad()
 def test_fit_writes_prior(build: Any, tmp_path: Path) -> None:
-    """The prior is the mean over images and heads of the last row of eager attention, and fitting leaves the model
-    unchanged."""
+    """The prior is the last row of eager attention, averaged over images and heads. Fitting restores the model."""
     family = FAMILIES["llava"]
     model, path = build(family), tmp_path / "fitted.safetensors"
     samples = [family.make_inputs(), family.make_inputs(images=(2,), seed=1)]
@@ -127,7 +128,11 @@ def test_fit_writes_prior(build: Any, tmp_path: Path) -> None:
         attention = eager(**sample, output_attentions=True).attentions[2].mean(1)
         for row, visual in enumerate(family.visual_mask(eager, sample)):
             last = int(sample["attention_mask"][row].nonzero().max())
-            maps += [attention[row, last, one].view(6, 6) for one in visual.nonzero().flatten().split(36) if len(one)]
+            maps += [
+                attention[row, last, image_tokens].view(6, 6)
+                for image_tokens in visual.nonzero().flatten().split(36)
+                if len(image_tokens)
+            ]
     torch.testing.assert_close(prior.table, torch.stack(maps).mean(0), atol=1e-6, rtol=0)
     with tokenprune.patched(model, "d2pruner", keep=0.5, layer=3, prior=path):
         model(**samples[0])
@@ -156,7 +161,7 @@ def test_invalid_files_are_rejected(tmp_path: Path) -> None:
 def test_fit_and_show_commands(tmp_path: Path) -> None:
     for name, kind in (("d2pruner", "attention prior"), ("fitprune", "recipes")):
         out = tmp_path / f"{name}.safetensors"
-        said = call("fit", name, "--limit", "2", "--out", str(out)).output
-        assert kind in said and out.exists()
+        output = call("fit", name, "--limit", "2", "--out", str(out)).output
+        assert kind in output and out.exists()
     tokenprune.method("d2pruner", prior=tmp_path / "d2pruner.safetensors")
     tokenprune.method("fitprune", recipe=tmp_path / "fitprune.safetensors")

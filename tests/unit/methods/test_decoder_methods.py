@@ -31,13 +31,13 @@ def test_adaptinfer_ties_select_first_token() -> None:
 
     for counts, keep in (([30, 7], [9, 2]), ([64], [1])):
         tokens = view(counts, keep, ("text_attention", "last_row_attention"), levels=4)
-        even = torch.eye(5).expand(len(counts), 3, 5, 5)
-        given = {"mask": tokens.text.mask, "hidden": tokens.text.hidden, "attention": even}
-        alike = visual_tokens(
-            tokens.hidden, counts, keep=keep, text=given, text_attention=tokens.text_attention,
+        uniform = torch.eye(5).expand(len(counts), 3, 5, 5)
+        text = {"mask": tokens.text.mask, "hidden": tokens.text.hidden, "attention": uniform}
+        equal_words = visual_tokens(
+            tokens.hidden, counts, keep=keep, text=text, text_attention=tokens.text_attention,
             last_row_attention=tokens.last_row_attention,
         )  # fmt: skip
-        assert rows(tokenprune.method("adaptinfer").select(alike).keep) == naive(alike, 0)
+        assert rows(tokenprune.method("adaptinfer").select(equal_words).keep) == naive(equal_words, 0)
 
 
 # -- feather -----------------------------------------------------------------------------------------------------------
@@ -45,19 +45,19 @@ def test_adaptinfer_ties_select_first_token() -> None:
 
 @pytest.mark.parametrize("keep", [1, 20, 162, 300, 729])
 def test_feather_uniform_grid_matches_paper(keep: int) -> None:
-    """81 of 27 x 27, if that is not more than half."""
+    """The grid has 81 of 27 x 27 tokens, if it is at most half of the budget."""
     tokens = view([729], [keep], ["unrotated_last_row"], grids=[(1, 27, 27)])
     method = tokenprune.method("feather")
-    even = set(naive_even((27, 27), 729, keep))
-    assert (len(even), 0 in even) == (81, True) or keep < 162
+    grid_tokens = set(naive_even((27, 27), 729, keep))
+    assert (len(grid_tokens), 0 in grid_tokens) == (81, True) or keep < 162
     (got,) = rows(method.choose(tokens, 0).keep)
-    assert even <= set(got) and len(got) == keep
+    assert grid_tokens <= set(got) and len(got) == keep
 
 
 def test_feather_video_frames_have_separate_grids() -> None:
     tokens = view([36], [20], ["unrotated_last_row"], grids=[(4, 3, 3)])
     (got,) = rows(tokenprune.method("feather", stride=2).choose(tokens, 0).keep)
-    assert {9 * f for f in range(4)} <= set(got)  # a stride of 2 takes 16, of 3 four
+    assert {9 * f for f in range(4)} <= set(got)  # a stride of 2 takes 16 tokens, a stride of 3 four
 
 
 # -- ivc_prune ---------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_ivc_prune_selection_matches_loop() -> None:
         for share in SHARES:
             keep = wanted(counts, share)
             tokens = view(counts, keep, method.needs, seed=seed)
-            cos, sin = (one.mean(-1) for one in tokens.rotation)
+            cos, sin = (x.mean(-1) for x in tokens.rotation)
             want = []
             for row, (n, k) in enumerate(zip(counts, keep, strict=True)):
                 text = tokens.text.value_heads[row, tokens.text.mask[row]]
@@ -97,30 +97,30 @@ def test_transprune_transitions_are_summed_over_layers(alpha: float, build: Any)
     decoder = build(family, "eager").get_submodule(family.decoder)
     sums: dict[tuple, dict[int, float]] = {}
 
-    def naive(seen: Arrived) -> list[int]:
-        layer = decoder.layers[seen.number]  # cuts are at layers 1, 2 and 3
-        normed = layer.input_layernorm(seen.previous)
+    def naive(arrived: Arrived) -> list[int]:
+        layer = decoder.layers[arrived.number]  # cuts are at layers 1, 2 and 3
+        normed = layer.input_layernorm(arrived.previous)
         values = layer.self_attn.v_proj(normed).view(len(normed), -1, layer.self_attn.head_dim)
-        values = values.repeat_interleave(len(seen.before) // values.shape[1], 1)
-        attended = layer.self_attn.o_proj(torch.einsum("hqk,khd->qhd", seen.before, values).flatten(1))
-        middle = layer.post_attention_layernorm(seen.previous + attended)
-        total = sums.setdefault(tuple(seen.all_places), dict.fromkeys(seen.all_places, 0.0))
-        for given, made in ((normed, attended), (middle, layer.mlp(middle))):
-            turned = {}
-            for i in seen.places:
-                cosine = float(given[i] @ made[i] / (given[i].norm() * made[i].norm()))
-                turned[i] = math.exp(1 - cosine)
-            whole = sum(turned.values())
-            for i in seen.places:
-                total[i] += turned[i] / whole * float(made[i].norm() / given[i].norm())
-        attention = {i: sum(float(head[j, i]) for head in seen.behind for j in seen.text) for i in seen.places}
+        values = values.repeat_interleave(len(arrived.before) // values.shape[1], 1)
+        attended = layer.self_attn.o_proj(torch.einsum("hqk,khd->qhd", arrived.before, values).flatten(1))
+        middle = layer.post_attention_layernorm(arrived.previous + attended)
+        total = sums.setdefault(tuple(arrived.all_places), dict.fromkeys(arrived.all_places, 0.0))
+        for state_in, state_out in ((normed, attended), (middle, layer.mlp(middle))):
+            turns = {}
+            for i in arrived.places:
+                cosine = float(state_in[i] @ state_out[i] / (state_in[i].norm() * state_out[i].norm()))
+                turns[i] = math.exp(1 - cosine)
+            total_turn = sum(turns.values())
+            for i in arrived.places:
+                total[i] += turns[i] / total_turn * float(state_out[i].norm() / state_in[i].norm())
+        attention = {i: sum(float(head[j, i]) for head in arrived.behind for j in arrived.text) for i in arrived.places}
         both = [
-            (alpha * total[i] / sum(total[j] for j in seen.places)
-             + (1 - alpha) * attention[i] / sum(attention.values())) for i in seen.places
+            (alpha * total[i] / sum(total[j] for j in arrived.places)
+             + (1 - alpha) * attention[i] / sum(attention.values())) for i in arrived.places
         ]  # fmt: skip
-        return [seen.places[i] for i in best(both, seen.keep)]
+        return [arrived.places[i] for i in best(both, arrived.keep)]
 
-    # Rows one after the other: totals are kept by places, which rows of other images may share.
+    # One row at a time: the loop stores totals by position, and rows may share positions.
     for images in ((2,), (1,)):
         sums.clear()
         cuts = check_in_model("transprune", naive, build, keep=0.6, images=images, alpha=alpha)
@@ -134,14 +134,14 @@ def test_transprune_layers_between_cuts_add_transitions() -> None:
     ]  # fmt: skip
     counts, keep, carry = [20, 9], [7, 4], {}
     total = torch.zeros(2, 20)
-    for number, (stage, _) in enumerate(stages):
-        tokens = view(counts, keep, stage.needs, seed=number, carry=carry)
+    for index, (stage, _) in enumerate(stages):
+        tokens = view(counts, keep, stage.needs, seed=index, carry=carry)
         selection = stage.select(tokens)
         carry = dict(tokens.carry)
         for row, count in enumerate(counts):
             for module in range(2):
-                longer, cosine = tokens.transitions[row, :count, module].unbind(-1)
-                total[row, :count] += (1 - cosine).softmax(0) * longer
+                growth, cosine = tokens.transitions[row, :count, module].unbind(-1)
+                total[row, :count] += (1 - cosine).softmax(0) * growth
         torch.testing.assert_close(carry["transitions"], total)
         if stage.chooses_count:
             assert rows(selection.keep) == [list(range(20)), list(range(9))]
@@ -151,19 +151,19 @@ def test_transprune_layers_between_cuts_add_transitions() -> None:
 
 
 def test_v2drop_schedule_matches_authors() -> None:
-    """576, 288, 144 and 1; of other averages the second cut keeps half as many as the first, the third one token."""
+    """Cuts keep 288, 144 and 1 of 576 tokens. For other averages, the second cut keeps half of the first."""
     shape = DecoderShape(32, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
-    about = dict(shape=shape, text_tokens=0, original=[576])
+    context = dict(shape=shape, text_tokens=0, original=[576])
     for keep, first, tolerance in ((0.352, 288, 1), (192 / 576, 267, 1), (128 / 576, 143, 1)):
-        for last, least in (("one", 1), ("withdraw", 0)):
+        for last, min_tokens in (("one", 1), ("withdraw", 0)):
             method = tokenprune.method("v2drop", last=last)
             got = []
             for stage, part in method.stages(Budget(keep=keep), 32):
-                (number,) = part.resolve([576], layer=stage.cut_layer, **about)
-                got.append((stage.cut_layer, max(stage.min_tokens, stage.resolve_count(576, number))))
+                (count,) = part.resolve([576], layer=stage.cut_layer, **context)
+                got.append((stage.cut_layer, max(stage.min_tokens, stage.resolve_count(576, count))))
             assert [layer for layer, _ in got] == [3, 17, 22]
             assert abs(got[0][1] - first) <= tolerance and abs(got[1][1] - got[0][1] / 2) <= 1
-            assert got[2][1] == least
+            assert got[2][1] == min_tokens
 
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ def test_v2drop_last_cut_can_withdraw(build: Any) -> None:
         assert tokenprune.stats(model).visual_tokens_per_layer[-1] == 0
     with tokenprune.patched(model, "v2drop", keep=0.5):
         model(**inputs)
-        assert tokenprune.stats(model).visual_tokens_per_layer[-1] == 3  # one of each image
+        assert tokenprune.stats(model).visual_tokens_per_layer[-1] == 3  # one token per image
 
 
 # -- visipruner --------------------------------------------------------------------------------------------------------
@@ -188,25 +188,25 @@ def test_visipruner_matches_loop_per_layer() -> None:
     counts, keep = [20, 13, 1], [12, 8, 1]
     scales = ([0.001, 0.01, 1.0, 0.001, 1.0, 0.001], [0.001] * 6, [0.001, 0.001, 3.0, 0.001, 0.001, 1.0])
     carry: dict[str, Any] = {}
-    found, calm = [False] * 3, [0] * 3
-    for number, stage in enumerate(stages[:6]):
-        g = torch.Generator().manual_seed(number)
-        scale = torch.tensor([row[number] for row in scales])[:, None, None]
+    is_cut, num_calm = [False] * 3, [0] * 3
+    for index, stage in enumerate(stages[:6]):
+        g = torch.Generator().manual_seed(index)
+        scale = torch.tensor([row[index] for row in scales])[:, None, None]
         attention = torch.rand(3, 3, 20, generator=g) * scale
         output = torch.randn(3, 3, 4, generator=g) * 4
-        tokens = view(counts, keep, method.needs, seed=number, last_row_attention=attention, last_row_output=output,
+        tokens = view(counts, keep, method.needs, seed=index, last_row_attention=attention, last_row_output=output,
                       carry=carry)  # fmt: skip
         got = rows(stage.select(tokens).keep)
         carry = dict(tokens.carry)
         for row, count in enumerate(counts):
             lengths, cosines = naive_parts(attention[row, :, :count], tokens.value_heads[row, :count], output[row])
-            calm[row] += found[row] and min(cosines) >= 0.999
+            num_calm[row] += is_cut[row] and min(cosines) >= 0.999
             want = list(range(count))
-            if not found[row] and min(cosines) < 0.995:
-                found[row] = True
-                want = best(lengths, min(keep[row], max(1, sum(one > 0.5 for one in lengths))))
-            assert got[row] == ([] if calm[row] >= 2 else want), (number, row)
-    assert found[:2] == [True, False] and calm[0] == 2
+            if not is_cut[row] and min(cosines) < 0.995:
+                is_cut[row] = True
+                want = best(lengths, min(keep[row], max(1, sum(length > 0.5 for length in lengths))))
+            assert got[row] == ([] if num_calm[row] >= 2 else want), (index, row)
+    assert is_cut[:2] == [True, False] and num_calm[0] == 2
 
 
 def test_visipruner_unsupported_budgets_are_rejected() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dymu merges by thresholds in the tower, as plain loops do."""
+"""dymu's merges by thresholds in the tower, against naive loops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 def naive_scores(keys: Tensor, protected: int) -> list[tuple[float, int, int]]:
     """Return (similarity, source, target) of each token at an even position of one image, in index order."""
-    found = []
+    scores = []
     for a in range(0, len(keys), 2):
         best, partner = -math.inf, -1
         for b in range(1, len(keys), 2):
@@ -39,16 +39,16 @@ def naive_scores(keys: Tensor, protected: int) -> list[tuple[float, int, int]]:
             if a >= protected and b >= protected and cosine > best:
                 best, partner = cosine, b
         if partner >= 0:
-            found.append((best, a, partner))
-    return found
+            scores.append((best, a, partner))
+    return scores
 
 
 def naive_groups(keys: Tensor, r: int, protected: int) -> list[list[int]]:
-    """One image, r pairs: the members of each token of the output, in its order."""
-    pairs = sorted(naive_scores(keys, protected), key=lambda one: -one[0])[:r]
-    gone = [a for _, a, _ in pairs]
-    stay = [a for a in range(protected, len(keys)) if a % 2 == 0 and a not in gone]
-    order = [*range(protected), *stay, *(b for b in range(protected, len(keys)) if b % 2)]
+    """Return the members of each output token of one image, after r merges."""
+    pairs = sorted(naive_scores(keys, protected), key=lambda pair: -pair[0])[:r]
+    sources = [a for _, a, _ in pairs]
+    rest = [a for a in range(protected, len(keys)) if a % 2 == 0 and a not in sources]
+    order = [*range(protected), *rest, *(b for b in range(protected, len(keys)) if b % 2)]
     return [[token] + [a for _, a, b in pairs if b == token] for token in order]
 
 
@@ -59,7 +59,7 @@ def naive_match(keys: Tensor, tau: float, protected: int, limit: int | None = No
 
 
 def mixed(model: Any) -> Tensor:
-    """Noise, a constant image, and stripes: they lose very different numbers of tokens."""
+    """Return noise, a constant image, and stripes, which lose very different numbers of tokens."""
     pixels = tiles(model, 3)
     pixels[1] = 0.3
     pixels[2] = pixels[2, :, :1].expand_as(pixels[2])
@@ -76,9 +76,9 @@ def test_merge_matches_naive_loop(n: int, protected: int, padding: int) -> None:
     counts = [n, max(1, n - padding), n]
     keys, x = torch.randn(3, n, 4, generator=g), torch.randn(3, n, 6, generator=g)
     size = torch.randint(1, 5, (3, n), generator=g).float()
-    keys[2] = keys[2].abs()  # more alike
+    keys[2] = keys[2].abs()  # more similar
     for row, count in enumerate(counts):
-        keys[row, count:], size[row, count:] = 1e3, 0  # padding must not be looked at
+        keys[row, count:], size[row, count:] = 1e3, 0  # padding must have no effect
     last = [0] * 3
     for tau in (0.95, 0.7, 0.4, 0.0):
         for limit in (None, 2):
@@ -90,21 +90,21 @@ def test_merge_matches_naive_loop(n: int, protected: int, padding: int) -> None:
             assert merge.num_kept == [len(groups) for groups in want] and merge.keep.shape[1] == max(merge.num_kept)
             got, sizes, assign = merge.mean(x, size), merge.sum(size), merge.assign
             for row, groups in enumerate(want):
-                for place, group in enumerate(groups):
+                for index, group in enumerate(groups):
                     weight = size[row, group]
-                    close(got[row, place], (x[row, group] * weight[:, None]).sum(0) / weight.sum(), 1e-6)
-                    assert sizes[row, place] == weight.sum()
-                    assert (assign[row, group] == place).all()
+                    close(got[row, index], (x[row, group] * weight[:, None]).sum(0) / weight.sum(), 1e-6)
+                    assert sizes[row, index] == weight.sum()
+                    assert (assign[row, group] == index).all()
                 assert not sizes[row, len(groups) :].any()
                 assert sizes[row].sum() == size[row].sum()
-                # The protected tokens and those that nothing joins are copied to the bit.
-                alone = [place for place, group in enumerate(groups) if len(group) == 1]
-                assert torch.equal(got[row, alone], x[row, [groups[place][0] for place in alone]])
-                assert alone[:protected] == list(range(protected))
+                # Protected and unmerged tokens are bit-equal to the input.
+                unmerged = [index for index, group in enumerate(groups) if len(group) == 1]
+                assert torch.equal(got[row, unmerged], x[row, [groups[index][0] for index in unmerged]])
+                assert unmerged[:protected] == list(range(protected))
             if limit is None:
-                gone = [count - left for count, left in zip(counts, merge.num_kept, strict=True)]
-                assert all(now >= before for now, before in zip(gone, last, strict=True))
-                last = gone
+                num_merged = [count - count_left for count, count_left in zip(counts, merge.num_kept, strict=True)]
+                assert all(current >= previous for current, previous in zip(num_merged, last, strict=True))
+                last = num_merged
 
 
 def test_duplicates_merge_first() -> None:
@@ -127,9 +127,9 @@ def test_tower_matches_naive_loop(family: Family, build, attn: str, proportional
     options = dict(thresholds=by_hand(model, taus), proportional=proportional)
     with tokenprune.patched(model, "dymu", keep=0.5, **options):
         got = tower(pixels, output_hidden_states=True)
-    left = []
-    for row, one in enumerate(pixels):
-        image = InputImage(tower, one)
+    counts = []
+    for row, pixels_of_image in enumerate(pixels):
+        image = InputImage(tower, pixels_of_image)
         close(got.hidden_states[0][row], image.grid())
         for stage, (block, tau) in enumerate(zip(blocks_of(tower), taus, strict=True), 1):
             keys = image.attend(block, proportional)
@@ -137,26 +137,26 @@ def test_tower_matches_naive_loop(family: Family, build, attn: str, proportional
             close(got.hidden_states[stage][row], image.grid())
         owner = get_record(got).owners[row]
         assert sorted(owner.unique().tolist()) == list(range(len(image.groups)))
-        assert all((owner[group] == place).all() for place, group in enumerate(image.groups))
-        left.append(len(image.groups))
-    assert len(set(left)) > 1
+        assert all((owner[group] == index).all() for index, group in enumerate(image.groups))
+        counts.append(len(image.groups))
+    assert len(set(counts)) > 1
 
 
 @torch.no_grad()
 def test_batch_matches_single_images(family: Family, model) -> None:
     pixels = torch.cat([mixed(model), tiles(model, 2, seed=7)])
     options = dict(keep=0.5, thresholds=by_hand(model, TAUS[family.name]))
-    with tokenprune.patched(model, "dymu", **options), tokens_in_mlps(model) as seen:
+    with tokenprune.patched(model, "dymu", **options), tokens_in_mlps(model) as token_counts:
         batch = tower_of(model)(pixels, output_hidden_states=True)
-        assert seen == sorted(seen, reverse=True)
-        left = []
+        assert token_counts == sorted(token_counts, reverse=True)
+        counts_per_image = []
         for row in range(len(pixels)):
-            alone = tower_of(model)(pixels[row : row + 1], output_hidden_states=True)
-            assert torch.equal(get_record(batch).owners[row], get_record(alone).owners[0])
-            for got, want in zip(batch.hidden_states, alone.hidden_states, strict=True):
+            single = tower_of(model)(pixels[row : row + 1], output_hidden_states=True)
+            assert torch.equal(get_record(batch).owners[row], get_record(single).owners[0])
+            for got, want in zip(batch.hidden_states, single.hidden_states, strict=True):
                 close(got[row], want[0], 1e-6)
-            left.append(get_record(alone).block_tokens)
-    assert get_record(batch).block_tokens == [sum(counts) for counts in zip(*left, strict=True)]
+            counts_per_image.append(get_record(single).block_tokens)
+    assert get_record(batch).block_tokens == [sum(counts) for counts in zip(*counts_per_image, strict=True)]
     kept_all = get_record(batch).owners.shape[1]
     kept = [len(owner.unique()) for owner in get_record(batch).owners]
     with tokenprune.patched(model, "dymu", max_r=1, **options):
@@ -184,44 +184,44 @@ def test_gradients_and_half_precision(family: Family) -> None:
     gradients = [p.grad for p in tower_of(model).parameters() if p.grad is not None]
     assert len(gradients) > 10 and all(g.isfinite().all() for g in gradients)
     model = model.bfloat16()
-    found = calibrate(model, pixels, keep=0.5, progress=False)
-    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found), torch.no_grad():
+    thresholds = calibrate(model, pixels, keep=0.5, progress=False)
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds), torch.no_grad():
         output = tower_of(model)(pixels.bfloat16())
     assert output.last_hidden_state.isfinite().all()
     assert len({len(owner.unique()) for owner in get_record(output).owners}) > 1
 
 
-# -- exactly as many as asked for --------------------------------------------------------------------------------------
+# -- exact counts ------------------------------------------------------------------------------------------------------
 
 
 def naive_exact(n: int, above: int, rest: int, floor: int, protected: int, max_r: int | None) -> int:
     """Return the number of merged pairs: as close to `above` as possible if `rest` blocks must reach `floor`."""
 
-    def most_now(count: int) -> int:
+    def max_merges(count: int) -> int:
         return min((count - protected) // 2, count if max_r is None else max_r)
 
-    def least(count: int) -> int:
+    def min_count(count: int) -> int:
         for _ in range(rest):
-            count -= most_now(count)
+            count -= max_merges(count)
         return count
 
-    able = [r for r in range(most_now(n) + 1) if least(n - r) <= floor <= n - r]
-    return min(able, key=lambda r: abs(r - above))
+    allowed = [r for r in range(max_merges(n) + 1) if min_count(n - r) <= floor <= n - r]
+    return min(allowed, key=lambda r: abs(r - above))
 
 
 @pytest.mark.parametrize("max_r", [None, 9])
 @pytest.mark.parametrize("taus", [[0.6, 0.7, 0.75], [1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [0.9, 0.5, 0.2]])
 @torch.no_grad()
 def test_exact_keeps_requested_count(family: Family, model, taus: list[float], max_r: int | None) -> None:
-    """The count is independent of the content and matches a naive loop; thresholds still decide where possible."""
+    """The count does not depend on the content. Thresholds still decide merges within this count."""
     pixels, tower = mixed(model), tower_of(model)
     options = dict(thresholds=by_hand(model, taus), exact=True, max_r=max_r)
     shape = tower_shape(model)
     with tokenprune.patched(model, "dymu", keep=0.5, **options):
         got = tower(pixels, output_hidden_states=True)
     want, entered = shape.count_kept(tokenprune.Budget(keep=0.5)) + shape.protected, []
-    for row, one in enumerate(pixels):
-        image, counts = InputImage(tower, one), []
+    for row, pixels_of_image in enumerate(pixels):
+        image, counts = InputImage(tower, pixels_of_image), []
         for stage, (block, tau) in enumerate(zip(blocks_of(tower), taus, strict=True), 1):
             keys = image.attend(block)
             counts.append(len(keys))
@@ -242,10 +242,10 @@ def test_exact_matches_thresholds_at_same_count(build) -> None:
     """Thresholds calibrated on one image already give the requested count for it."""
     model = build(FAMILIES["llava"])
     pixels = tiles(model, 1)
-    found = calibrate(model, pixels, keep=0.5, progress=False)
+    thresholds = calibrate(model, pixels, keep=0.5, progress=False)
     owners = []
     for exact in (False, True):
-        with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=exact):
+        with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds, exact=exact):
             owners.append(get_record(tower_of(model)(pixels)).owners)
     assert len(owners[0].unique()) == tower_shape(model).count_kept(tokenprune.Budget(keep=0.5)) + 1
     assert torch.equal(*owners)
@@ -266,10 +266,10 @@ def test_exact_in_the_decoder(build) -> None:
 
 def test_exact_rejects_unreachable_count(build) -> None:
     model = build(FAMILIES["llava"])
-    few = Thresholds({0.05: torch.ones(3), 0.5: torch.ones(3)}, tower_shape(model).fingerprint, 1)
+    thresholds = Thresholds({0.05: torch.ones(3), 0.5: torch.ones(3)}, tower_shape(model).fingerprint, 1)
     with pytest.raises(BudgetError, match=r"exactly 2 of 36 patches: 2 blocks merge at most half"):
-        tokenprune.patch(model, "dymu", keep=0.05, thresholds=few, exact=True)
+        tokenprune.patch(model, "dymu", keep=0.05, thresholds=thresholds, exact=True)
     with pytest.raises(BudgetError, match="max_r=3"):
-        tokenprune.patch(model, "dymu", keep=0.5, thresholds=few, exact=True, max_r=3)
+        tokenprune.patch(model, "dymu", keep=0.5, thresholds=thresholds, exact=True, max_r=3)
     with pytest.raises(OptionError, match="exact=1 must be True or False"):
         tokenprune.method("dymu", exact=1)

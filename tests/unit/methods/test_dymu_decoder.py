@@ -67,11 +67,11 @@ def test_demo_model_has_shipped_thresholds() -> None:
     with pytest.raises(BudgetError, match=r"keep=0.3 is not calibrated.*0.5 or 0.25 or 0.11"):
         tokenprune.patch(subject.model, "dymu", keep=0.3)
     with pytest.raises(OptionError, match=r"calibrated for float32, but this tower uses bfloat16"):
-        found = tokenprune.method("dymu", thresholds=next(iter(tokenprune.methods.encoder.thresholds._load_shipped())))
-        tokenprune.patch(subject.model.bfloat16(), found, keep=0.5)
+        method = tokenprune.method("dymu", thresholds=next(iter(tokenprune.methods.encoder.thresholds._load_shipped())))
+        tokenprune.patch(subject.model.bfloat16(), method, keep=0.5)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- unsupported setups ------------------------------------------------------------------------------------------------
 
 
 def test_missing_thresholds_are_rejected(build) -> None:
@@ -83,18 +83,18 @@ def test_missing_thresholds_are_rejected(build) -> None:
 
 def test_thresholds_of_other_model_are_rejected(build) -> None:
     model, other = build(FAMILIES["llava"]), copy.deepcopy(build(FAMILIES["llava"]))
-    found = by_hand(model, [0.5] * 3)
+    thresholds = by_hand(model, [0.5] * 3)
     with torch.no_grad():
         tower_of(other).encoder.layers[1].mlp.fc1.weight.mul_(1.01)
     for wrong, words in ((other, "other weights"), (build(FAMILIES["llava_onevision"]), "this tower is a Siglip")):
         with pytest.raises(OptionError, match=words):
-            tokenprune.patch(wrong, "dymu", keep=0.5, thresholds=found)
+            tokenprune.patch(wrong, "dymu", keep=0.5, thresholds=thresholds)
     for keep in (0.25, Budget(tokens=1), 0.500001, 18):
         with pytest.raises(BudgetError, match=r"is not calibrated. Use keep=0.5 "):
-            tokenprune.patch(model, "dymu", keep=keep, thresholds=found)
+            tokenprune.patch(model, "dymu", keep=keep, thresholds=thresholds)
     for budget in (tokenprune.Budget.from_kv_share(0.5), tokenprune.Budget(keep=0.5, per="prompt")):
         with pytest.raises(BudgetError, match="a share or a number of patches"):
-            tokenprune.patch(model, "dymu", keep=budget, thresholds=found)
+            tokenprune.patch(model, "dymu", keep=budget, thresholds=thresholds)
     assert not tokenprune.is_patched(model)
 
 
@@ -118,17 +118,24 @@ def test_invalid_options_are_rejected(tmp_path) -> None:
 
 
 def test_thresholds_round_trip_through_file(tmp_path) -> None:
-    made = Thresholds({0.5: torch.rand(4), 1 / 3: torch.rand(4)}, Fingerprint("Tower", "float16", "ab"), 7, {"a": [1]})
-    made.save(tmp_path / "a.safetensors")
-    made.save(tmp_path / "b.safetensors")
+    thresholds = Thresholds(
+        {0.5: torch.rand(4), 1 / 3: torch.rand(4)}, Fingerprint("Tower", "float16", "ab"), 7, {"a": [1]}
+    )
+    thresholds.save(tmp_path / "a.safetensors")
+    thresholds.save(tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    read = Thresholds.load(tmp_path / "a.safetensors")
-    assert (read.fingerprint, read.images, read.settings, read.keeps) == (made.fingerprint, 7, {"a": [1]}, [0.5, 1 / 3])
-    assert all(torch.equal(read.for_keep(keep), made.values[keep]) for keep in made.keeps)
+    loaded = Thresholds.load(tmp_path / "a.safetensors")
+    assert (loaded.fingerprint, loaded.images, loaded.settings, loaded.keeps) == (
+        thresholds.fingerprint,
+        7,
+        {"a": [1]},
+        [0.5, 1 / 3],
+    )
+    assert all(torch.equal(loaded.for_keep(keep), thresholds.values[keep]) for keep in thresholds.keeps)
 
 
 @each(
-    ("values", "says"),
+    ("values", "message"),
     [
         (3, "must be a non-empty dict"), ({}, "non-empty dict"), ({0.5: [0.9] * 3}, "not list"),
         ({0.5: torch.ones(3, 1)}, r"\[3, 1\]"),
@@ -141,29 +148,29 @@ def test_thresholds_round_trip_through_file(tmp_path) -> None:
     ],
 )  # fmt: skip
 @each("exact", [False, True])
-def test_invalid_thresholds_are_rejected_by_patch(values, says: str, exact: bool, build, tmp_path) -> None:
-    """Made by hand, or in a file."""
+def test_invalid_thresholds_are_rejected_by_patch(values, message: str, exact: bool, build, tmp_path) -> None:
+    """Both as an object and in a file."""
     model = build(FAMILIES["llava"])
     fingerprint = tower_shape(model).fingerprint
-    with pytest.raises(OptionError, match=says):
-        made = Thresholds(values, fingerprint, 1)
-        tokenprune.patch(model, "dymu", keep=0.5, thresholds=made, exact=exact)
+    with pytest.raises(OptionError, match=message):
+        thresholds = Thresholds(values, fingerprint, 1)
+        tokenprune.patch(model, "dymu", keep=0.5, thresholds=thresholds, exact=exact)
     assert not tokenprune.is_patched(model)
-    if isinstance(values, dict) and all(isinstance(one, torch.Tensor) for one in values.values()):
+    if isinstance(values, dict) and all(isinstance(tensor, torch.Tensor) for tensor in values.values()):
         path = tmp_path / "thresholds.safetensors"
         Thresholds({0.5: torch.ones(3)}, fingerprint, 1).save(path)
-        about = File.read(path).tensors()[1]
-        save_file({f"keep={keep}": one for keep, one in values.items()}, path, metadata=about)
+        metadata = File.read(path).tensors()[1]
+        save_file({f"keep={keep}": tensor for keep, tensor in values.items()}, path, metadata=metadata)
         if values and "0.5" not in values and 1 not in values:  # names are numbers in a file
-            with pytest.raises(OptionError, match=says):
+            with pytest.raises(OptionError, match=message):
                 tokenprune.patch(model, "dymu", keep=0.5, thresholds=path, exact=exact)
 
 
 def test_invalid_files_are_rejected(tmp_path) -> None:
     path = tmp_path / "odd.safetensors"
     good = {"version": 1, "fingerprint": {"kind": "a", "dtype": "b", "digest": "c"}, "images": 1, "settings": {}}
-    for about in ("[1]", "{", "3", "{}", json.dumps(good | {"fingerprint": 3}), json.dumps(good | {"fingerprint": {}})):
-        save_file({"keep=0.5": torch.ones(3)}, path, metadata={"tokenprune_thresholds": about})
+    for text in ("[1]", "{", "3", "{}", json.dumps(good | {"fingerprint": 3}), json.dumps(good | {"fingerprint": {}})):
+        save_file({"keep=0.5": torch.ones(3)}, path, metadata={"tokenprune_thresholds": text})
         with pytest.raises(OptionError, match="does not contain thresholds"):
             Thresholds.load(path)
     save_file({"keep=half": torch.ones(3)}, path, metadata={"tokenprune_thresholds": json.dumps(good)})
@@ -177,10 +184,10 @@ def test_invalid_files_are_rejected(tmp_path) -> None:
 
 def test_attention_without_bias_is_rejected(build) -> None:
     model = copy.deepcopy(build(FAMILIES["llava"]))
-    found = by_hand(model, [0.5] * 3)
+    thresholds = by_hand(model, [0.5] * 3)
     model.set_attn_implementation({"vision_config": "flex_attention"})
     with pytest.raises(UnsupportedSetupError, match="padding of images"):
-        tokenprune.patch(model, "dymu", keep=0.5, thresholds=found, proportional=False)
+        tokenprune.patch(model, "dymu", keep=0.5, thresholds=thresholds, proportional=False)
 
 
 def test_encoder_method_contract() -> None:

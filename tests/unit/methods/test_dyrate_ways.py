@@ -12,7 +12,7 @@ from torch import Tensor
 import tokenprune
 from oracle import close, generate_logits, reduced
 from tests.unit.engine.test_cache import prefill, steps
-from tests.unit.methods.test_dyrate import MODES, OFTEN, SCHEDULE, answer
+from tests.unit.methods.test_dyrate import MODES, OFTEN, SCHEDULE, generate
 from tokenprune.integrations.hf.cache.reduced_cache import get_reduction
 from turns import longer, words
 from zoo import FAMILIES
@@ -31,10 +31,10 @@ def test_beams(batch: dict, mode: str, build) -> None:
         )  # fmt: skip
         dropped = tokenprune.stats(model).decode_kept
     assert dropped[-1] != dropped[0]
-    for place, (sequence, score) in enumerate(zip(beams.sequences, beams.sequences_scores, strict=True)):
-        row = {"only": place // 2} | batch
+    for index, (sequence, score) in enumerate(zip(beams.sequences, beams.sequences_scores, strict=True)):
+        row = {"only": index // 2} | batch
         tokens = sequence[None, -7:]
-        logits = answer(model, family.make_inputs(**row), tokens, **options)[0]
+        logits = generate(model, family.make_inputs(**row), tokens, **options)[0]
         want = logits.log_softmax(-1).gather(2, tokens[..., None]).sum() / 7
         torch.testing.assert_close(score, want, atol=1e-4, rtol=1e-4)
 
@@ -44,29 +44,31 @@ def test_beams(batch: dict, mode: str, build) -> None:
 def test_second_turn_drops_no_token_at_prefill(name: str, mode: str, build) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
-    more = words(2, 4)
+    new_words = words(2, 4)
 
-    def talk(forced: list) -> tuple[list[Tensor], list[Tensor]]:
+    def run_turns(forced: list) -> tuple[list[Tensor], list[Tensor]]:
         first, tokens, out = generate_logits(model, inputs, 4, tokens=forced[0])
-        turn = longer(inputs, family, out.sequences, more)
-        second, others, _ = generate_logits(model, turn, 4, tokens=forced[1], past_key_values=out.past_key_values)
-        return [first, second], [tokens, others]
+        turn = longer(inputs, family, out.sequences, new_words)
+        second, second_tokens, _ = generate_logits(
+            model, turn, 4, tokens=forced[1], past_key_values=out.past_key_values
+        )
+        return [first, second], [tokens, second_tokens]
 
     with tokenprune.patched(model, "dyrate", keep=0.5, record=True, **SCHEDULE, mode=mode):
-        got, tokens = talk([None, None])
+        got, tokens = run_turns([None, None])
         stats = tokenprune.stats(model)
-    # Steps 1 to 3 are the first answer, 4 to 8 its last token and the words, then the second answer.
+    # Steps 1 to 3: first answer. Steps 4 to 8: its last token and the second question. Then the second answer.
     assert [cut.step for cut in stats.cuts] == [0, 1, 3, 9] and len(stats.decode_rates) == 6
     with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
-        want, _ = talk(tokens)
-    for one, other in zip(got, want, strict=True):
-        close(one, other)
+        want, _ = run_turns(tokens)
+    for actual, expected in zip(got, want, strict=True):
+        close(actual, expected)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", MODES)
 def test_image_in_the_second_turn(mode: str, build) -> None:
-    """It is cut like the first image, and both compete afterwards."""
+    """The new image is cut like the first image. Afterwards, the tokens of both images compete."""
     family = FAMILIES["llava"]
     model, inputs, later = build(family), family.make_inputs(only=0), family.make_inputs(seed=4, only=0)
     with tokenprune.patched(model, "dyrate", keep=0.5, record=True, **SCHEDULE, mode=mode):
@@ -75,17 +77,17 @@ def test_image_in_the_second_turn(mode: str, build) -> None:
         mask = torch.ones(1, cache.get_seq_length() + later["input_ids"].shape[1], dtype=torch.long)
         model(**{**later, "attention_mask": mask}, past_key_values=cache)
         state = get_reduction(cache).decode
-        # 36 tokens each: 15 left after rate 0.6, and 18 of the new image.
+        # 36 tokens per image: rate 0.6 left 15 of the first, and the new image has 18.
         assert state.visual.tolist() == [72] and state.count.tolist() == [15 + 18]
         kinds = state.types[0].tolist()
-        assert 0 not in kinds[kinds.index(1) :], "only what comes before the first image of all is the system prompt"
+        assert 0 not in kinds[kinds.index(1) :], "only tokens before the first image are the system prompt"
         assert state.masses.shape[1] == 1 and not state.masses[..., 3].any()
         steps(model, {"attention_mask": mask}, cache, words(1, 4, seed=2))
         assert state.count.tolist() == [4]
         assert state.stats is tokenprune.stats(model) and state.stats.decode_kept == [[29], [29], [15], [4]]
         lengths = [layer.keys.shape[-2] for layer in cache.layers]
     total = mask.shape[1] + 4
-    # The first image lost 18 tokens in prefill and 3 at the first two steps, which only "evict" forgets.
+    # The first image lost 18 tokens in prefill and 3 in the first two steps. Only "evict" removes them from the cache.
     assert lengths == [total, total, *[total - 72 + (4 if mode == "evict" else 36)] * 2]
 
 
@@ -96,10 +98,10 @@ def test_caches_are_independent(mode: str, build) -> None:
     model, text = build(family), words(2, 5)
     jobs = [family.make_inputs(images=(2, 1)), family.make_inputs(images=(1, 0), seed=3)]
     with tokenprune.patched(model, "dyrate", keep=0.5, **OFTEN, mode=mode):
-        alone = [steps(model, job, prefill(model, job)[0], text) for job in jobs]
+        separate = [steps(model, job, prefill(model, job)[0], text) for job in jobs]
         caches = [prefill(model, job)[0] for job in jobs]
         for step in range(5):
-            for job, cache, want in zip(jobs, caches, alone, strict=True):
+            for job, cache, want in zip(jobs, caches, separate, strict=True):
                 if step == 3:
                     steps(model, job, copy.deepcopy(cache), text, done=step)
                 assert torch.equal(steps(model, job, cache, text[:, : step + 1], done=step)[:, 0], want[:, step])
@@ -112,8 +114,8 @@ def test_caches_are_independent(mode: str, build) -> None:
             cache, _ = prefill(model, inputs)
             steps(model, inputs, cache, text[:, :2])
             change(cache)
-            chosen = {"attention_mask": inputs["attention_mask"][order]}
-            close(steps(model, chosen, cache, text[order], done=2), alone[0][order, 2:])
+            selected_rows = {"attention_mask": inputs["attention_mask"][order]}
+            close(steps(model, selected_rows, cache, text[order], done=2), separate[0][order, 2:])
 
 
 @torch.no_grad()
@@ -162,12 +164,12 @@ def test_composed(methods: list[str], mode: str, build) -> None:
     family = FAMILIES["llava_next"]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     layers = [3 if methods[0] == "dyrate" else 1, 2]
-    made = [
+    configured = [
         tokenprune.method("dyrate", **SCHEDULE, mode=mode) if name == "dyrate"
         else tokenprune.method(name, **({"layer": layers[0]} if name == "fastv" else {}))
         for name in methods
     ]  # fmt: skip
-    with tokenprune.patched(model, made, keep=0.6, record=True):
+    with tokenprune.patched(model, configured, keep=0.6, record=True):
         got, tokens, _ = generate_logits(model, inputs, 6)
         cuts = tokenprune.stats(model).cuts
     assert [cut.step for cut in cuts] == [0, 0, 1, 3, 4] or [cut.step for cut in cuts] == [0, 0, 3, 4]
@@ -176,7 +178,7 @@ def test_composed(methods: list[str], mode: str, build) -> None:
 
 
 def test_rejected_drafts_have_no_effect(build) -> None:
-    """Prompt lookup passes several tokens at once and crops some; the kept set follows the accepted tokens."""
+    """Prompt lookup passes several tokens at once and crops some. Only accepted tokens change the kept tokens."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     with tokenprune.patched(model, "dyrate", keep=0.5, layer=2, rate="schedule", schedule=[0.5]):

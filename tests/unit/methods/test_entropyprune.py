@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""entropyprune against a loop written from its description, on made-up tokens and in models."""
+"""entropyprune against a naive loop, on synthetic tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ OBSERVED = {"queries": "query_heads", "keys": "key_heads", "values": "value_head
 
 
 def naive(heads: Tensor, normalise: bool = False) -> float:
-    """By singular values. heads: `[H, Dh]` of one token."""
-    number = len(heads)
-    centred = heads.double() - sum(heads.double()) / number
-    values = [max(1e-10, float(one) ** 2 / number) for one in torch.linalg.svdvals(centred)]
+    """Return the entropy of one token's heads, shape (heads, channels), from singular values."""
+    num_heads = len(heads)
+    centred = heads.double() - sum(heads.double()) / num_heads
+    values = [max(1e-10, float(value) ** 2 / num_heads) for value in torch.linalg.svdvals(centred)]
     if normalise:
-        values = [one / sum(values) for one in values]
-    return -sum(one * math.log(one) for one in values) / math.log(number)
+        values = [value / sum(values) for value in values]
+    return -sum(value * math.log(value) for value in values) / math.log(num_heads)
 
 
 @each("states", list(OBSERVED))
@@ -40,20 +40,20 @@ def test_matches_loop(states: Any, normalise: bool) -> None:
             tokens = view(counts, keep, method.needs, seed=seed)
             heads = getattr(tokens, OBSERVED[states])
             want = [
-                best([naive(one, normalise) for one in heads[row, :n]], k)
+                best([naive(token_heads, normalise) for token_heads in heads[row, :n]], k)
                 for row, (n, k) in enumerate(zip(counts, keep, strict=True))
             ]
             assert rows(method.select(tokens).keep) == want
 
 
 def test_equal_heads_have_lowest_entropy() -> None:
-    """All eigenvalues are the least one; more heads than channels, one head, and a token that is not finite."""
+    """Also with more heads than channels, a single head, and a token that is not finite."""
     x = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0)) / 8
     x[1] = x[1, :1]
     assert compute_entropies(x).argmin() == 1
     assert compute_entropies(x)[1] == pytest.approx(6e-10 * math.log(1e10) / math.log(6))
     wide = x.transpose(1, 2)
-    want = torch.tensor([naive(one) for one in wide], dtype=torch.float64)
+    want = torch.tensor([naive(token_heads) for token_heads in wide], dtype=torch.float64)
     torch.testing.assert_close(compute_entropies(wide), want)
     assert compute_entropies(x[:, :1]).isfinite().all()
     x[2] = torch.inf
@@ -69,6 +69,6 @@ def test_chunked_computation_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each(("average", "count"), [(192, 166), (128, 98), (64, 29)])
 def test_matches_authors_counts(average: int, count: int) -> None:
-    """int((L a - K N) / (L - K)) of 576 tokens, in 32 layers."""
+    """The authors keep int((L a - K N) / (L - K)) of 576 tokens in 32 layers."""
     ((layer, got),) = counts_of(tokenprune.method("entropyprune"), 32, 576, Budget(average_tokens=average))
     assert layer == 2 and 0 <= got - count <= 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fitprune against naive loops written from its description, and how its recipe is fitted."""
+"""fitprune against naive loops written from its description, and the fit of its recipe."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ROWS = [(1.0, 1.0, 1.0, 1.0), (1.0, 0.8, 0.4, 0.4), (1.0, 0.5, 0.1, 0.0)]
 @each("rows", [(), ROWS])
 @each("share", [0.26, 0.3, 0.4, 0.65, 0.9, 1.0])
 def test_average_share_is_met(rows: Any, share: float) -> None:
-    left = compute_layer_shares(rows, 4, share)
-    assert left[0] == 1 and sum(left) / 4 == pytest.approx(share, abs=1e-6)
-    assert all(one >= later - 1e-12 for one, later in pairwise(left))
+    shares = compute_layer_shares(rows, 4, share)
+    assert shares[0] == 1 and sum(shares) / 4 == pytest.approx(share, abs=1e-6)
+    assert all(earlier >= later - 1e-12 for earlier, later in pairwise(shares))
     if rows and share == 0.65:
-        assert left == pytest.approx(ROWS[1])
+        assert shares == pytest.approx(ROWS[1])
     if not rows and share < 1:
-        assert left[1] / left[0] == pytest.approx(left[3] / left[2])
+        assert shares[1] / shares[0] == pytest.approx(shares[3] / shares[2])
 
 
 def test_counts_follow_the_recipe(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_counts_follow_the_recipe(tmp_path: Path) -> None:
     method = tokenprune.method("fitprune", recipe=tmp_path / "r.safetensors")
     budgets = (Budget(keep=0.65), Budget(average_share=0.65), Budget.from_kv_share(0.65))
     for budget in (*budgets, Budget(average_tokens=65), Budget(keep=65)):
-        assert [number for _, number in counts_of(method, 4, 100, budget)] == [80, 40, 40]
+        assert [count for _, count in counts_of(method, 4, 100, budget)] == [80, 40, 40]
     with pytest.raises(OptionError, match="has 4 layers, but the decoder has 5"):
         method.stages(Budget(keep=0.65), 5)
     for budget in (Budget(keep=0.2), Budget(average_share=0.2), Budget.from_flops_share(0.5)):
@@ -49,20 +49,20 @@ def test_counts_follow_the_recipe(tmp_path: Path) -> None:
             method.stages(budget, 4)
 
 
-def naive_left(attention: list[list[list[float]]], loss: float) -> list[float]:
-    """attention: of each layer, by the image and by the text, of each token."""
+def naive_shares(attention: list[list[list[float]]], loss: float) -> list[float]:
+    """Return the share of kept tokens per layer. attention: per layer, the scores from image and text, per token."""
     count = len(attention[0][0])
-    alive, left = list(range(count)), [1.0]
+    kept, shares = list(range(count)), [1.0]
     for layer in attention:
-        can_go = []
+        droppable = []
         for row in layer:
-            order, goes = sorted(alive, key=lambda i: (row[i], i)), []
+            order, dropped = sorted(kept, key=lambda i: (row[i], i)), []
             while order and sum(row[i] for i in order[1:]) >= (1 - loss) * sum(row) - 1e-12:
-                goes.append(order.pop(0))
-            can_go.append(set(goes))
-        alive = [i for i in alive if not (i in can_go[0] and i in can_go[1])]
-        left.append(len(alive) / count)
-    return left
+                dropped.append(order.pop(0))
+            droppable.append(set(dropped))
+        kept = [i for i in kept if not (i in droppable[0] and i in droppable[1])]
+        shares.append(len(kept) / count)
+    return shares
 
 
 def test_layer_limits() -> None:
@@ -70,10 +70,10 @@ def test_layer_limits() -> None:
     attention = [torch.rand(2, 25, generator=g, dtype=torch.float64) ** 3 for _ in range(5)]
     before = [1.0] * 6
     for loss in (0.0, 0.02, 0.1, 0.3, 0.7, 0.98):
-        left = compute_kept_shares(attention, loss)
-        assert left == pytest.approx(naive_left([one.tolist() for one in attention], loss))
-        assert left[1] <= before[1]  # monotone in the first layer
-        before = left
+        shares = compute_kept_shares(attention, loss)
+        assert shares == pytest.approx(naive_shares([layer.tolist() for layer in attention], loss))
+        assert shares[1] <= before[1]  # monotone in the first layer
+        before = shares
 
 
 @torch.no_grad()
@@ -85,15 +85,17 @@ def test_fit_writes_recipe(build: Any, tmp_path: Path) -> None:
     assert recipe.table.shape == (51, 4) and recipe.table[0].min() > 0.9
     eager, images = build(family, "eager"), []
     for sample in samples:
-        maps = [one.amax(1) for one in eager(**sample, output_attentions=True).attentions[:3]]
-        real = sample["attention_mask"].bool()
+        maps = [x.amax(1) for x in eager(**sample, output_attentions=True).attentions[:3]]
+        attention_mask = sample["attention_mask"].bool()
         for row, visual in enumerate(family.visual_mask(eager, sample)):
-            for own in visual.nonzero().flatten().split(36):
-                text = [i for i in range(len(visual)) if i > int(own[-1]) and real[row, i] and not visual[i]]
-                images.append([[one[row][own][:, own].mean(0).tolist(), one[row][text][:, own].mean(0).tolist()]
-                               for one in maps])  # fmt: skip
+            for tokens in visual.nonzero().flatten().split(36):
+                text = [
+                    i for i in range(len(visual)) if i > int(tokens[-1]) and attention_mask[row, i] and not visual[i]
+                ]
+                images.append([[x[row][tokens][:, tokens].mean(0).tolist(), x[row][text][:, tokens].mean(0).tolist()]
+                               for x in maps])  # fmt: skip
     for step in (0, 5, 20, 40):
-        want = torch.tensor([naive_left(one, step / 50) for one in images]).mean(0)
+        want = torch.tensor([naive_shares(image, step / 50) for image in images]).mean(0)
         assert (recipe.table[step] - want).abs().max() <= 1 / 36 / len(images) + 1e-6
     with tokenprune.patched(model, "fitprune", keep=0.5, recipe=path):
         model(**samples[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""llava_scissor against naive loops written from its description, on a still background with a moving part."""
+"""llava_scissor against naive loops, on a static background with a moving object."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tokenprune.methods.video import llava_scissor as scissor
 from videos import compare, given, moving, select, shares_of
 
 
-# The loops are slow: small videos.
+# Small videos, because the naive loops are slow.
 @each("cut", [None, 2])
 @each(("keep", "noise"), [(1, 0.15), (6, 0.15), (14, 0.15), (44, 0.15), (20, 0.01), (38, 0.01)])
 def test_matches_naive_loop(keep: int, noise: float, cut: int | None) -> None:
-    """With little noise the number of components jumps, so that many tokens need an exact correction."""
+    """With little noise, the number of components jumps, and many tokens need an exact correction."""
     video, other = moving(5, 3, 3, seed=1, cut=cut, noise=noise), moving(1, 2, 3, seed=2)
     selection = select("llava_scissor", given([video, other], [keep, 3], [(3, 3), (2, 3)]))
-    for row, (one, number) in enumerate(((video, keep), (other, 3))):
-        count = one.shape[0] * one.shape[1]
-        got = {to: set(of) for to, of in shares_of(selection, row, count).items()}
-        assert got == {to: set(of) for to, of in naive(one, None, number).items()}
+    for row, (part, k) in enumerate(((video, keep), (other, 3))):
+        count = part.shape[0] * part.shape[1]
+        got = {target: set(group) for target, group in shares_of(selection, row, count).items()}
+        assert got == {target: set(group) for target, group in naive(part, None, k).items()}
 
 
 @pytest.mark.parametrize("threshold", [-1.0, 0.3, 0.9, 1.0])
@@ -39,19 +39,19 @@ def test_threshold_decides_count(threshold: float) -> None:
     method = tokenprune.method("llava_scissor", exact=False, threshold=threshold)
     selection = method.select(given([video], [9], [(3, 3)]))
     groups = shares_of(selection, 0, 36)
-    assert {to: set(of) for to, of in groups.items()} == {
-        to: set(of) for to, of in naive(video, None, 0, threshold=threshold).items()
+    assert {target: set(group) for target, group in groups.items()} == {
+        target: set(group) for target, group in naive(video, None, 0, threshold=threshold).items()
     }
     assert len(groups) == {-1.0: 1, 1.0: 36}.get(threshold, len(groups)) and selection.counts is None
     assert method.chooses_count and not tokenprune.method("llava_scissor").chooses_count
 
 
 def test_batch_matches_single_videos() -> None:
-    def part(video: Tensor, attention: Tensor, keep: int, grid: Any) -> dict[int, dict]:
+    def select_single(video: Tensor, attention: Tensor, keep: int, grid: Any) -> dict[int, dict]:
         return shares_of(select("llava_scissor", given([video], [keep], [grid])), 0, video.shape[0] * video.shape[1])
 
-    compare("llava_scissor", part, 0.3, None, newline=True)
-    compare("llava_scissor", part, 0.6, 3, newline=False)
+    compare("llava_scissor", select_single, 0.3, None, newline=True)
+    compare("llava_scissor", select_single, 0.6, 3, newline=False)
 
 
 def test_static_video_becomes_one_frame() -> None:
@@ -62,29 +62,29 @@ def test_static_video_becomes_one_frame() -> None:
 
 @pytest.mark.parametrize("threshold", [0.1, 0.5, 0.8])
 def test_components_match_search(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a table of all pairs, a few rows at a time, and of several graphs at once."""
+    """From a table of all pairs, in chunks of rows, and for several graphs at once."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(2, 40, 4, generator=g)
     want = []
     for row in x:
         label = [0] * 40
-        for one in connected(row.tolist(), threshold):
-            for i in one:
-                label[i] = one[0]
+        for component in connected(row.tolist(), threshold):
+            for i in component:
+                label[i] = component[0]
         want.append(label)
     direction = normalize(x)
-    near = (direction @ direction.transpose(1, 2)).clamp(max=1) > threshold
-    assert connected_components(near).tolist() == want
+    is_similar = (direction @ direction.transpose(1, 2)).clamp(max=1) > threshold
+    assert connected_components(is_similar).tolist() == want
     assert connected_components(direction[0], threshold).tolist() == want[0]
     monkeypatch.setattr(kernels, "_MAX_ELEMENTS", 100)
     assert connected_components(direction[1], threshold).tolist() == want[1]
     monkeypatch.setattr(kernels, "_MIN_COLUMNS", 5)
     assert connected_components(direction[1], threshold).tolist() == want[1]
-    # A chain as long as can be.
-    place = torch.arange(33)
-    assert not connected_components((place[:, None] - place).abs() <= 1).any()
-    turn = torch.randperm(33, generator=g)
-    assert not connected_components((turn[:, None] - turn).abs() <= 1).any()
+    # The longest possible chain.
+    index = torch.arange(33)
+    assert not connected_components((index[:, None] - index).abs() <= 1).any()
+    order = torch.randperm(33, generator=g)
+    assert not connected_components((order[:, None] - order).abs() <= 1).any()
     assert connected_components(torch.ones(3, 2), 1.0).tolist() == [0, 1, 2]
 
 
@@ -99,8 +99,8 @@ def test_components_of_known_pairs(pairs: int, monkeypatch: pytest.MonkeyPatch) 
     x[::7] = x[0]
     means = normalize(torch.cat([x[:40], x[40:54].view(7, 2, 6).mean(1), x[54:]]))
     token = torch.cat([torch.arange(40), torch.full((7,), -1), torch.arange(54, 108)])
-    turn = torch.randperm(len(means), generator=g)
-    means, token = means[turn], token[turn]
+    order = torch.randperm(len(means), generator=g)
+    means, token = means[order], token[order]
     known, compared = SimilarPairs(x), []
     monkeypatch.setattr(
         kernels, "connected_components", lambda *args: compared.append(args[1]) or connected_components(*args)
@@ -108,34 +108,34 @@ def test_components_of_known_pairs(pairs: int, monkeypatch: pytest.MonkeyPatch) 
     tried = [-0.5, 0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99, 1.0]
     for threshold in tried:
         assert torch.equal(known.components(means, token, threshold), connected_components(means, threshold))
-    assert compared == [one for one in tried if one < max(known.least, known._pairs[0]) or one == 1] != tried
+    assert compared == [t for t in tried if t < max(known.least, known._pairs[0]) or t == 1] != tried
 
 
 def test_many_tokens_need_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = given([moving(6, 4, 5, seed=5, noise=0.2), moving(4, 3, 3, noise=0.3)], [30, 5], [(4, 5), (3, 3)])
-    whole = select("llava_scissor", tokens)
+    expected = select("llava_scissor", tokens)
     monkeypatch.setattr("tokenprune.kernels.farthest.TABLE", 0)
     monkeypatch.setattr(scissor, "_ROWS", 4)
     monkeypatch.setattr(kernels, "_PAIRS", 2)
-    again = select("llava_scissor", tokens)
-    assert torch.equal(again.keep, whole.keep) and torch.equal(again.assign, whole.assign)
+    actual = select("llava_scissor", tokens)
+    assert torch.equal(actual.keep, expected.keep) and torch.equal(actual.assign, expected.assign)
 
 
 def test_repeated_merges_match_loop() -> None:
     g = torch.Generator().manual_seed(7)
     mean, size = torch.randn(40, 5, generator=g, dtype=torch.double), torch.randint(1, 4, (40,), generator=g)
-    found = scissor._Representatives(mean.float(), size, torch.arange(40), torch.zeros(40))
-    got = scissor.merge_to_count(found, 4)
+    representatives = scissor._Representatives(mean.float(), size, torch.arange(40), torch.zeros(40))
+    got = scissor.merge_to_count(representatives, 4)
     groups = {i: [i] for i in range(40)}
     while len(groups) > 4:
-        heads, x = [*groups], torch.stack([mean[one] for one in groups])
-        alike = (x / x.norm(dim=1, keepdim=True)) @ (x / x.norm(dim=1, keepdim=True)).T
-        place = int(alike.fill_diagonal_(-2).argmax())
-        first, second = sorted((heads[place // len(heads)], heads[place % len(heads)]))
+        heads, x = [*groups], torch.stack([mean[token] for token in groups])
+        similarity = (x / x.norm(dim=1, keepdim=True)) @ (x / x.norm(dim=1, keepdim=True)).T
+        pair_index = int(similarity.fill_diagonal_(-2).argmax())
+        first, second = sorted((heads[pair_index // len(heads)], heads[pair_index % len(heads)]))
         mean[first] = (mean[first] * size[first] + mean[second] * size[second]) / (size[first] + size[second])
         size[first] += size[second]
         groups[first] += groups.pop(second)
-    assert [(got.group == one).nonzero().flatten().tolist() for one in range(4)] == [
-        sorted(groups[one]) for one in groups
+    assert [(got.group == index).nonzero().flatten().tolist() for index in range(4)] == [
+        sorted(groups[token]) for token in groups
     ]
-    assert torch.allclose(got.mean.double(), torch.stack([mean[one] for one in groups]), atol=1e-4)
+    assert torch.allclose(got.mean.double(), torch.stack([mean[token] for token in groups]), atol=1e-4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The repr of a method is the call that makes it: its name, and the options that differ from the defaults."""
+"""The repr of a method is the call that creates it, with the options that differ from their defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALLS = {name: partial(tokenprune.method, name) for name in METHODS}
 
 
 @each("name", METHODS)
-def test_a_method_with_its_defaults_is_its_name_called(name: str) -> None:
+def test_repr_of_a_default_method_is_an_empty_call(name: str) -> None:
     assert repr(tokenprune.method(name)) == str(tokenprune.method(name)) == f"{name}()"
 
 
@@ -35,8 +35,8 @@ def test_a_method_with_its_defaults_is_its_name_called(name: str) -> None:
     ],
 )
 def test_evaluating_the_repr_makes_an_equal_method(call: str) -> None:
-    made = eval(call, {}, CALLS)
-    assert repr(made) == call and eval(repr(made), {}, CALLS) == made
+    method = eval(call, {}, CALLS)
+    assert repr(method) == call and eval(repr(method), {}, CALLS) == method
 
 
 def test_an_option_with_the_default_value_is_left_out() -> None:
@@ -44,7 +44,7 @@ def test_an_option_with_the_default_value_is_left_out() -> None:
     assert repr(tokenprune.method("dart", pivot_image=default, layer=3)) == "dart(layer=3)"
 
 
-def test_a_composed_list_reads_like_the_calls() -> None:
+def test_repr_of_a_list_contains_calls() -> None:
     assert repr([tokenprune.method("fastv", layer=3), tokenprune.method("divprune")]) == "[fastv(layer=3), divprune()]"
 
 
@@ -62,16 +62,16 @@ def test_a_method_of_a_third_party_gets_the_same_repr(registered) -> None:
 
         power: float = 1.0
         weights: tuple = field(default_factory=tuple)
-        table: np.ndarray | None = None  # its == gives no single answer
+        table: np.ndarray | None = None  # == of arrays is elementwise
         cache: dict = field(default_factory=dict, repr=False)
 
     assert repr(Loudest()) == "loudest()"
     assert repr(Loudest(2.0, (1, 2), cache={1: 2})) == "loudest(power=2.0, weights=(1, 2))"
     assert repr(Loudest(table=np.arange(2))) == "loudest(table=array([0, 1]))"
-    assert repr(Loudest(power=1)) == "loudest(power=1)"  # an int is another value for options that tell them apart
+    assert repr(Loudest(power=1)) == "loudest(power=1)"  # shown, because some options distinguish int and float
 
 
-def test_an_option_without_a_default_is_always_shown_and_an_own_repr_stays(registered) -> None:
+def test_options_without_default_are_shown_and_custom_repr_is_kept(registered) -> None:
     @dataclass(frozen=True)
     class Base(Method):
         side: int

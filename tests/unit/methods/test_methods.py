@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each method against a naive loop written from its description, on made-up tokens."""
+"""dart, pool, random and uniform against naive loops, on synthetic tokens, and properties of all methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from several_cuts import WIDTH, view
 from tokenprune import Selection, Site, VisualTokens
 
 
-def chosen(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
+def select(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
     keep = tokenprune.method(name, **options).select(tokens).keep
     assert keep.dtype == torch.bool and not (keep & ~tokens.mask).any()
     return [row.nonzero().flatten().tolist() for row in keep]
@@ -32,20 +32,25 @@ def unit(x: Tensor) -> Tensor:
 def naive_dart(
     states: Tensor, keys: Tensor, text: Tensor, text_keys: Tensor, keep: int, images=4, texts=4
 ) -> list[int]:
-    """states, text: after the final norm. Image pivots first, then text pivots, each by falling norm of its key."""
+    """Return the kept tokens. Image pivots come first, then text pivots, both by decreasing norm of their keys.
 
-    def largest(rows: Tensor, number: int) -> list[int]:
+    Args:
+        states: Hidden states of image tokens after the final norm.
+        text: Hidden states of text tokens after the final norm.
+    """
+
+    def largest(rows: Tensor, count: int) -> list[int]:
         norms = [float(row.abs().sum()) for row in rows.float()]
-        return sorted(range(len(norms)), key=lambda i: (-norms[i], i))[:number]
+        return sorted(range(len(norms)), key=lambda i: (-norms[i], i))[:count]
 
     kept = largest(keys, min(images, keep))
     pivots = [states[i] for i in kept] + [text[i] for i in largest(text_keys, texts)]
-    left = keep - len(kept)
-    for number, pivot in enumerate(pivots):
-        share = left // len(pivots) + (number < left % len(pivots))
+    remaining = keep - len(kept)
+    for index, pivot in enumerate(pivots):
+        share = remaining // len(pivots) + (index < remaining % len(pivots))
         pool = [i for i in range(len(states)) if i not in kept]
-        likeness = {i: float(unit(states[i]) @ unit(pivot)) for i in pool}
-        kept += sorted(pool, key=lambda i: (likeness[i], i))[:share]
+        similarity = {i: float(unit(states[i]) @ unit(pivot)) for i in pool}
+        kept += sorted(pool, key=lambda i: (similarity[i], i))[:share]
     return sorted(kept)
 
 
@@ -57,8 +62,8 @@ def test_dart(seed: int, images: int, texts: int, keep: int) -> None:
     text, text_keys = tokens.final_norm(tokens.text.hidden), tokens.text.keys
     want = naive_dart(tokens.normed[0], tokens.keys[0], text[0], text_keys[0], keep, images, texts)
     options = dict(pivot_image=images, pivot_text=texts)
-    assert chosen("dart", tokens, **options)[0] == want
-    # The authors' count: whole shares for every pivot, the image pivots on top.
+    assert select("dart", tokens, **options)[0] == want
+    # The authors' count: equal shares for all pivots, plus the image pivots.
     pivots = images + texts
     method = tokenprune.method("dart", **options, exact=False)
     assert method.resolve_count(500, 131) == images + pivots * (131 // pivots)
@@ -70,7 +75,7 @@ def test_dart_takes_duplicates_of_a_pivot_last() -> None:
     hidden[0, [5, 7]] = hidden[0, 2].clone()
     for keep in range(1, 11):
         tokens = view([12], [keep], ("keys",), hidden=hidden, keys=keys)
-        (got,) = chosen("dart", tokens, pivot_image=1, pivot_text=0)
+        (got,) = select("dart", tokens, pivot_image=1, pivot_text=0)
         assert 2 in got and not {5, 7} & set(got)
 
 
@@ -83,7 +88,8 @@ def test_pool_averages_rectangles(grid: tuple[int, int, int] | None) -> None:
         selection = tokenprune.method("pool").select(tokens)
         kept, assign = selection.keep[0].nonzero().flatten().tolist(), selection.assign[0].tolist()
         assert len(kept) == keep
-        assert set(assign) == set(kept) and all(assign[i] == i for i in kept)  # a partition; each absorbs itself
+        # A partition, in which kept tokens represent themselves.
+        assert set(assign) == set(kept) and all(assign[i] == i for i in kept)
         heights: list[int] = []
         for target in kept:
             members = [i for i in range(count) if assign[i] == target]
@@ -98,20 +104,20 @@ def test_pool_averages_rectangles(grid: tuple[int, int, int] | None) -> None:
 
 
 def test_random_depends_on_the_seed_but_not_on_the_batch() -> None:
-    one = chosen("random", view([30, 20], [9, 7], ()), seed=3)
-    assert one == chosen("random", view([30, 20], [9, 7], (), seed=1), seed=3)
-    assert one != chosen("random", view([30, 20], [9, 7], ()), seed=4)
-    assert [one[1]] == chosen("random", view([20], [7], ()), seed=3)  # independent of the batch
-    often = torch.zeros(30)
+    batch = select("random", view([30, 20], [9, 7], ()), seed=3)
+    assert batch == select("random", view([30, 20], [9, 7], (), seed=1), seed=3)
+    assert batch != select("random", view([30, 20], [9, 7], ()), seed=4)
+    assert [batch[1]] == select("random", view([20], [7], ()), seed=3)  # independent of the batch
+    counts = torch.zeros(30)
     for seed in range(300):
-        often[chosen("random", view([30], [10], ()), seed=seed)[0]] += 1
-    assert often.min() > 60 and often.max() < 140
+        counts[select("random", view([30], [10], ()), seed=seed)[0]] += 1
+    assert counts.min() > 60 and counts.max() < 140
 
 
 @pytest.mark.parametrize("count", [1, 7, 16, 36])
 def test_uniform_in_raster_order(count: int) -> None:
     for keep in range(1, count + 1):
-        (got,) = chosen("uniform", view([count], [keep], ()))
+        (got,) = select("uniform", view([count], [keep], ()))
         assert len(got) == keep
         gaps = [b - a for a, b in pairwise(got)]
         assert not gaps or max(gaps) - min(gaps) <= 1
@@ -123,16 +129,17 @@ def naive_uniform(keep: int, grid: tuple[int, int, int]) -> list[int]:
     frames, height, width = grid
     kept = []
     for frame in range(frames):
-        here = sum(math.floor((j + 0.5) * frames / keep) == frame for j in range(keep))
-        if not here:
+        frame_count = sum(math.floor((j + 0.5) * frames / keep) == frame for j in range(keep))
+        if not frame_count:
             continue
-        rows = next(r for r in range(1, height + 1) if here <= r * width)  # as few as must be
-        while rows < min(height, here) and (rows + 0.5) ** 2 < here * height / width:  # nearer to squares with one more
+        rows = next(r for r in range(1, height + 1) if frame_count <= r * width)  # the fewest rows that fit
+        # One more row, if it makes the cells closer to squares.
+        while rows < min(height, frame_count) and (rows + 0.5) ** 2 < frame_count * height / width:
             rows += 1
         for i in range(rows):
             row = math.floor((i + 0.5) * height / rows)
-            number = sum(math.floor((j + 0.5) * rows / here) == i for j in range(here))
-            columns = [math.floor((j + 0.5) * width / number) for j in range(number)]
+            row_count = sum(math.floor((j + 0.5) * rows / frame_count) == i for j in range(frame_count))
+            columns = [math.floor((j + 0.5) * width / row_count) for j in range(row_count)]
             kept += [frame * height * width + row * width + column for column in columns]
     return kept
 
@@ -143,19 +150,19 @@ def test_uniform_over_a_grid(grid: tuple[int, int, int]) -> None:
     count = frames * height * width
     for keep in range(1, count + 1):
         tokens = view([count, 9], [keep, 2], (), grids=[grid, None])  # with an image of unknown grid
-        got, other = chosen("uniform", tokens)
+        got, other = select("uniform", tokens)
         assert got == naive_uniform(keep, grid) and len(got) == keep
-        assert other == chosen("uniform", view([9], [2], ()))[0]
+        assert other == select("uniform", view([9], [2], ()))[0]
         per_frame = [sum(i // (height * width) == frame for i in got) for frame in range(frames)]
         assert max(per_frame) - min(per_frame) <= 1
 
 
 def test_uniform_keeps_rows_and_columns_evenly() -> None:
-    """At a quarter of 16 x 16, keeps every second row and every second column, not four columns of every row."""
-    (got,) = chosen("uniform", view([256], [64], (), grids=[(1, 16, 16)]))
+    """A quarter of 16 x 16 tokens is every second row and column, not four columns of every row."""
+    (got,) = select("uniform", view([256], [64], (), grids=[(1, 16, 16)]))
     assert got == [16 * row + column for row in range(1, 16, 2) for column in range(1, 16, 2)]
-    (one,) = chosen("uniform", view([256], [1], (), grids=[(1, 16, 16)]))
-    assert one == [8 * 16 + 8]
+    (single,) = select("uniform", view([256], [1], (), grids=[(1, 16, 16)]))
+    assert single == [8 * 16 + 8]
 
 
 def test_top_breaks_ties_by_index_and_ranks_nan_last() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods inside models keep the tokens that a naive loop over the unpatched model's tensors keeps."""
+"""Methods inside models keep the same tokens as naive loops over the unpatched model's tensors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from zoo import ANYRES, FAMILIES, Family
 
 @torch.no_grad()
 def look_inside(family: Family, model: Any, inputs: Any, layer: int) -> tuple[Tensor, Any]:
-    """The unpatched model's hidden states at the input of `layer` (0: the embeddings), and its output."""
+    """Return the unpatched model's hidden states at the input of a layer (0: the embeddings), and its output."""
     with record_inputs(model.get_submodule(family.decoder).layers[layer]) as states:
         out = model(**inputs, output_attentions=model.config._attn_implementation == "eager")
     return states[0], out
 
 
-def kept_of(model: Any, inputs: Any, method: str, keep: float, **options: Any) -> list[set[int]]:
+def list_kept(model: Any, inputs: Any, method: str, keep: float, **options: Any) -> list[set[int]]:
     with torch.no_grad(), tokenprune.patched(model, method, keep=keep, record=True, **options):
         model(**inputs)
         return [set(row) for row in tokenprune.stats(model).cuts[-1].kept]
@@ -43,7 +43,7 @@ def compare(kept: list[set[int]], family: Family, inputs: Any, choose: Any) -> N
 def test_divprune_in_a_model(family: Family, model) -> None:
     inputs = family.make_inputs(images=(1, 2))
     embeds, _ = look_inside(family, model, inputs, 0)
-    kept = kept_of(model, inputs, "divprune", 0.3)
+    kept = list_kept(model, inputs, "divprune", 0.3)
     compare(kept, family, inputs, lambda row, piece, k: naive_divprune(embeds[row, piece].double(), None, k))
 
 
@@ -58,11 +58,11 @@ def test_dart_in_a_model(texts: int, family: Family, model) -> None:
     text = inputs["attention_mask"].bool() & ~family.visual_mask(model, inputs)
 
     def choose(row: int, piece: list[int], keep: int) -> list[int]:
-        behind = [i for i in text[row].nonzero().flatten().tolist() if i > piece[-1]]
-        text_states, text_keys = normed[row, behind], keys[row, behind]
+        following = [i for i in text[row].nonzero().flatten().tolist() if i > piece[-1]]
+        text_states, text_keys = normed[row, following], keys[row, following]
         return naive_dart(normed[row, piece], keys[row, piece], text_states, text_keys, keep, texts=texts)
 
-    compare(kept_of(model, inputs, "dart", 0.3, pivot_text=texts), family, inputs, choose)
+    compare(list_kept(model, inputs, "dart", 0.3, pivot_text=texts), family, inputs, choose)
 
 
 @pytest.mark.pairwise
@@ -72,19 +72,19 @@ def test_dart_in_a_model(texts: int, family: Family, model) -> None:
 def test_fastv_in_a_model(query: str, layer: int, padding: str, family: Family, build) -> None:
     inputs = family.make_inputs(images=(1, 2), padding=padding)
     attention = look_inside(family, build(family, "eager"), inputs, 0)[1].attentions[layer - 1].mean(1)
-    real = inputs["attention_mask"].bool()
+    mask = inputs["attention_mask"].bool()
 
     def choose(row: int, piece: list[int], keep: int) -> list[int]:
-        places = real[row].nonzero().flatten()
+        positions = mask[row].nonzero().flatten()
         if query == "last":
-            score = attention[row, places[-1], piece]  # zeros where a sliding window ends: ties go to the first
+            score = attention[row, positions[-1], piece]  # zero outside a sliding window; ties select the first tokens
         else:
-            rows = attention[row][places][:, piece]
+            rows = attention[row][positions][:, piece]
             score = rows.sum(0) / (rows > 0).sum(0)  # the mean over queries that attend to it
         return score.argsort(descending=True, stable=True)[:keep].tolist()
 
     for attn in ("eager", "sdpa"):
-        kept = kept_of(build(family, attn), inputs, "fastv", 0.3, layer=layer, query=query)
+        kept = list_kept(build(family, attn), inputs, "fastv", 0.3, layer=layer, query=query)
         compare(kept, family, inputs, choose)
 
 
@@ -96,12 +96,12 @@ SHAPES = {
     "the whole view alone": ("idefics3", dict(sizes=((0, 0),)), [(16, (1, 4, 4))] * 2),
     "three tiles and the whole view": ("smolvlm", dict(sizes=((1, 3),)), [(64, None)] * 2),
     "rows of a known number": ("qwen2_vl", dict(sizes=((4, 16),)), [(16, (1, 2, 8))] * 2),
-    # A base view of 4 x 4, and 4 x 4 again with a newline behind each row.
+    # A base view of 4 x 4 tokens, and 4 x 4 tokens with a newline after each row.
     "newlines": ("llava_next", dict(sizes=((16, 16),)), [(36, None)] * 2),
     "newlines, too": ("llava_onevision", dict(sizes=((16, 16),)), [(36, None)] * 2),
     "queries": ("blip-2", {}, [(16, None)] * 2),
     "a tower for any shape": ("llava_pixtral", dict(sizes=((16, 64),)), [(64, None)] * 2),
-    # Square token counts imply the grid of an image, but not of a video: 2 frames of 4 tokens and a newline, or 4.
+    # Square token counts imply the grid of an image, but not of a video (9 and 16 tokens here).
     "a video with a newline": ("llava_onevision", dict(images=(0,), video=2), [(9, None)]),
     "a video": ("qwen2_5_vl", dict(images=(0,), video=4), [(16, (4, 2, 2))]),
     "a video with timestamps": ("qwen3_vl", dict(images=(0,), video=4), [(16, (4, 2, 2))]),
@@ -113,12 +113,12 @@ SHAPES = {
 def test_grid_inference_depends_on_the_family(name: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only some families have square images."""
     monkeypatch.setitem(ANYRES, (16, 16), 36)
-    method, seen = look(lambda tokens: list(zip(tokens.counts, tokens.grids, strict=True)))
-    kind, given, want = SHAPES[name]
+    method, grids = look(lambda tokens: list(zip(tokens.counts, tokens.grids, strict=True)))
+    kind, batch, want = SHAPES[name]
     family = EVERY_FAMILY[kind]
     with tokenprune.patched(build(family), method, keep=0.5):
-        build(family)(**family.make_inputs(**given))
-    assert seen == [want]
+        build(family)(**family.make_inputs(**batch))
+    assert grids == [want]
 
 
 CONFIGURED = [
@@ -128,21 +128,21 @@ CONFIGURED = [
 ]
 
 
-def asked_twice(family: Family, model: Any, method: Any) -> tuple[list[set[int]], list[set[int]]]:
+def select_for_two_questions(family: Family, model: Any, method: Any) -> tuple[list[set[int]], list[set[int]]]:
     inputs = family.make_inputs(images=(2, 1))
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
     other["input_ids"][:, -4:] = torch.arange(100, 104)
-    return kept_of(model, inputs, method, 0.3), kept_of(model, other, method, 0.3)
+    return list_kept(model, inputs, method, 0.3), list_kept(model, other, method, 0.3)
 
 
 @pytest.mark.few_families
-@pytest.mark.parametrize("method", [one for one in CONFIGURED if one.prefix_cache_safe], ids=str)
+@pytest.mark.parametrize("method", [method for method in CONFIGURED if method.prefix_cache_safe], ids=str)
 def test_prefix_cache_safe_methods_ignore_the_question(method: Any, family: Family, model) -> None:
-    one, other = asked_twice(family, model, method)
-    assert one == other
+    first, second = select_for_two_questions(family, model, method)
+    assert first == second
 
 
-@pytest.mark.parametrize("method", [one for one in CONFIGURED if one.query_aware], ids=str)
+@pytest.mark.parametrize("method", [method for method in CONFIGURED if method.query_aware], ids=str)
 def test_query_aware_methods_depend_on_the_question(method: Any, build) -> None:
-    answers = (asked_twice(family, build(family), method) for family in FAMILIES.values())
-    assert any(one != other for one, other in answers)  # until a family shows a difference
+    selections = (select_for_two_questions(family, build(family), method) for family in FAMILIES.values())
+    assert any(first != second for first, second in selections)  # until a family shows a difference

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mustdrop beyond its loop: thresholds, protected tokens, counts; the numbers refer to the invariants of its
-description."""
+"""mustdrop: behavior that its naive loop (naive/mustdrop.py) does not cover.
+
+Numbers in docstrings are invariants of the description.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ from zoo import FAMILIES, IMAGE
 COUNTS = [40, 17, 9]
 
 
-def view(keep: list[int], **given: Any) -> VisualTokens:
+def view(keep: list[int], **observed: Any) -> VisualTokens:
     needs = tokenprune.method("mustdrop").needs
-    return several_cuts.view(COUNTS, keep, sorted(needs), **given)
+    return several_cuts.view(COUNTS, keep, sorted(needs), **observed)
 
 
-def kept(tokens: VisualTokens, **options: Any) -> list[list[int]]:
+def select_rows(tokens: VisualTokens, **options: Any) -> list[list[int]]:
     return several_cuts.rows(tokenprune.method("mustdrop", **options).select(tokens).keep)
 
 
@@ -40,9 +42,9 @@ def test_thresholds_match_loop(thresholds: tuple[float, float], protected: float
     for keep in (COUNTS, [12, 5, 1]):
         for seed in range(3):
             tokens = view(keep, seed=seed)
-            got = kept(tokens, protected=protected, thresholds=thresholds)
+            got = select_rows(tokens, protected=protected, thresholds=thresholds)
             assert got == ties(tokens, 0, protected, thresholds)
-            assert all(1 <= len(row) <= most for row, most in zip(got, keep, strict=True))
+            assert all(1 <= len(row) <= k for row, k in zip(got, keep, strict=True))
 
 
 @pytest.mark.parametrize("keep", [1 / 3, 0.22, 0.6, 192, Budget(average_tokens=128)])
@@ -63,15 +65,15 @@ def test_counts_fall_by_constant_ratio(keep: Any) -> None:
 
 def test_last_token_rates_without_text() -> None:
     tokens = view([12, 5, 3])
-    given = {name: getattr(tokens, name) for name in ("hidden", "last_row_attention")}
-    alone = visual_tokens(
+    observed = {name: getattr(tokens, name) for name in ("hidden", "last_row_attention")}
+    no_text = visual_tokens(
         counts=COUNTS, keep=[12, 5, 3], text={"mask": torch.zeros(3, 5, dtype=torch.bool)},
-        text_sum_and_max=torch.zeros_like(tokens.text_sum_and_max), **given,
+        text_sum_and_max=torch.zeros_like(tokens.text_sum_and_max), **observed,
     )  # fmt: skip
     last = tokens.last_row_attention.mean(1)
-    each = zip(last.tolist(), COUNTS, (12, 5, 3), strict=True)
-    want = [several_cuts.best(row[:count], keep) for row, count, keep in each]
-    assert kept(alone, protected=0.0) == want
+    segments = zip(last.tolist(), COUNTS, (12, 5, 3), strict=True)
+    want = [several_cuts.best(row[:count], keep) for row, count, keep in segments]
+    assert select_rows(no_text, protected=0.0) == want
 
 
 @torch.no_grad()
@@ -83,44 +85,44 @@ def test_thresholds_in_a_model(rows: int, build: Any, monkeypatch: pytest.Monkey
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 1))
     assert tokenprune.method("mustdrop", thresholds=(1.0, 1.0)).chooses_count
     counts = []
-    for word in (0.0, 0.05, 1.0):
-        with tokenprune.patched(model, "mustdrop", keep=0.9, thresholds=(0.9, word), record=True):
+    for text_threshold in (0.0, 0.05, 1.0):
+        with tokenprune.patched(model, "mustdrop", keep=0.9, thresholds=(0.9, text_threshold), record=True):
             model(**inputs)
             counts.append(tokenprune.stats(model).visual_tokens_out)
             first = tokenprune.stats(model).cuts[0]
-        if word == 0.05:
+        if text_threshold == 0.05:
             maps = model(**inputs, output_attentions=True).attentions[first.layer - 1].mean(1)
             for row, ids in enumerate(inputs["input_ids"]):
-                places = (ids == IMAGE).nonzero().flatten()
-                behind = torch.arange(int(places[-1]) + 1, len(ids))
-                passes = maps[row, behind][:, places].amax(0) >= word
-                left = survivors(first, len(ids))[row, places]
-                assert 0 < int(passes.sum()) < len(places) and left[passes].all()
-                assert int((left & ~passes).sum()) <= 3  # the key set
+                positions = (ids == IMAGE).nonzero().flatten()
+                text_positions = torch.arange(int(positions[-1]) + 1, len(ids))
+                is_relevant = maps[row, text_positions][:, positions].amax(0) >= text_threshold
+                kept = survivors(first, len(ids))[row, positions]
+                assert 0 < int(is_relevant.sum()) < len(positions) and kept[is_relevant].all()
+                assert int((kept & ~is_relevant).sum()) <= 3  # the key set
     assert counts[0] > counts[1] > counts[2] > 0
 
 
 @torch.no_grad()
 def test_tower_attention_protects_tokens_in_model(build: Any) -> None:
-    """3 and 7: by the class token's row in the last block that is read; no question changes that."""
+    """3 and 7: the class token's attention in the last read block protects tokens, for any question."""
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 1))
-    seen = model.model.vision_tower(inputs["pixel_values"], output_attentions=True).attentions
-    read = len(seen) + model.config.vision_feature_layer
-    score = seen[read][:, :, 0, 1:].mean(1)
+    attentions = model.model.vision_tower(inputs["pixel_values"], output_attentions=True).attentions
+    read = len(attentions) + model.config.vision_feature_layer
+    score = attentions[read][:, :, 0, 1:].mean(1)
     keys = [row.topk(-(-score.shape[1] // 10)).indices.tolist() for row in score]
-    kept_of = []
-    for word in (17, 40):
-        inputs["input_ids"][:, -2:] = word
+    kept_per_question = []
+    for token_id in (17, 40):
+        inputs["input_ids"][:, -2:] = token_id
         with tokenprune.patched(model, "mustdrop", keep=0.5, protected=0.1, record=True):
             model(**inputs)
             cuts = tokenprune.stats(model).cuts
         for cut in cuts:
-            left = survivors(cut, inputs["input_ids"].shape[1])
+            kept = survivors(cut, inputs["input_ids"].shape[1])
             for row, key in enumerate(keys):
-                places = (inputs["input_ids"][row] == IMAGE).nonzero().flatten()
-                stays = left[row, places[key]]
-                assert stays.all() or int(left[row, places].sum()) < len(key)
-                assert int(left[row, places].sum()) > 0
-        kept_of.append(cuts[0].kept)
-    assert kept_of[0] != kept_of[1]
+                positions = (inputs["input_ids"][row] == IMAGE).nonzero().flatten()
+                keys_kept = kept[row, positions[key]]
+                assert keys_kept.all() or int(kept[row, positions].sum()) < len(key)
+                assert int(kept[row, positions].sum()) > 0
+        kept_per_question.append(cuts[0].kept)
+    assert kept_per_question[0] != kept_per_question[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every row of the table in tests/unit/methods/naive: a method against its naive loop, and the rules of all methods."""
+"""Methods in the table of tests/unit/methods/naive against their naive loops, and properties of all methods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGE = [
     pytest.param(name, check, id=f"{name}: {case}") for name, row in TABLE.items() for case, check in row.large_cases()
 ]
 REFUSED = [(name, wrong) for name, row in TABLE.items() for wrong in row.refused]
-UNCHANGED = [(name, what) for name, row in TABLE.items() for what in row.unchanged]
+UNCHANGED = [(name, change) for name, row in TABLE.items() for change in row.unchanged]
 VIEWED = [name for name, row in TABLE.items() if row.view() is not None]
 
 
@@ -42,12 +42,12 @@ def test_invalid_option_raises(name: str, wrong: Options) -> None:
         tokenprune.method(name, **wrong)
 
 
-@each(("name", "what"), UNCHANGED)
-def test_choice_is_invariant(name: str, what: str) -> None:
+@each(("name", "change"), UNCHANGED)
+def test_choice_is_invariant(name: str, change: str) -> None:
     row, method = TABLE[name], tokenprune.method(name)
     for keep in (3, 12):
         tokens = row.view(keep)
-        want, got = method.select(tokens), method.select(row.view(keep, **CHANGES[what](tokens)))
+        want, got = method.select(tokens), method.select(row.view(keep, **CHANGES[change](tokens)))
         assert torch.equal(got.keep, want.keep)
         if want.assign is not None:
             assert torch.equal(got.assign, want.assign)

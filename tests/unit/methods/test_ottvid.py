@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ottvid against naive loops written from its description, on a still background with a moving part."""
+"""ottvid against naive loops, on a static background with a moving object."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_matches_loop_in_200_cases() -> None:
         keep, threshold = draw.randint(1, count - 1), draw.choice([0.05, 0.3, 0.3, math.inf])
         video = moving(frames, *grid, seed=case, noise=draw.choice([0.02, 0.3, 1.0]))
         if draw.random() < 0.3:
-            video[-1, 0] = video[-1, 1]  # two tokens that are one
+            video[-1, 0] = video[-1, 1]  # two equal tokens
         attention = attention_of(video, case)
         tokens = given([video], [keep], [grid], attention=[attention])
         got = shares_of(select("ottvid", tokens, threshold=threshold), 0, count)
@@ -35,7 +35,7 @@ def test_matches_loop_in_200_cases() -> None:
 
 @each("case", [(0, 12, 30), (6, 8, 12), (7, 12, 20), (11, 12, 30), (13, 8, 12)])
 def test_surplus_is_shared_among_pairs(case: tuple[int, int, int]) -> None:
-    """In these videos some pairs of frames cannot give up their part; without the second round the counts differ."""
+    """Some pairs of frames cannot drop their share, so a second round distributes the surplus."""
     seed, frames, keep = case
     video = moving(frames, 4, 6, seed=seed, cut=4, noise=0.1)
     attention = attention_of(video, seed)
@@ -47,10 +47,10 @@ def test_count_picks_is_feasible() -> None:
     """The paper's number is used if it can reach the budget, else the closest feasible number."""
     assert count_picks(58, [36] * 16) == int(36 * (58 / 576) ** 0.7) and count_picks(7, [36]) == 7
     for frames in (2, 5, 16):
-        for places in (1, 9, 36):
-            for keep in range(1, frames * places):
-                k = count_picks(keep, [places] * frames)
-                assert 1 <= k <= places and k * frames >= keep
+        for num_tokens in (1, 9, 36):
+            for keep in range(1, frames * num_tokens):
+                k = count_picks(keep, [num_tokens] * frames)
+                assert 1 <= k <= num_tokens and k * frames >= keep
                 assert frames * k - keep <= (frames - 1) * (k - 1 if keep >= frames else k)
 
 
@@ -74,14 +74,14 @@ def test_static_video_merges_same_patches() -> None:
     groups = shares_of(select("ottvid", given([frame.repeat(5, 1, 1)], [20], [(4, 4)], attention=attention)), 0, 80)
     assert all(len({i % 16 for i in group}) == 1 for group in groups.values())
     k = count_picks(20, [16] * 5)
-    of_frame = [sum(root // 16 == f for root in groups) for f in range(5)]
-    assert of_frame[0] == k and max(of_frame[1:]) - min(of_frame[1:]) <= 1
+    counts = [sum(root // 16 == f for root in groups) for f in range(5)]
+    assert counts[0] == k and max(counts[1:]) - min(counts[1:]) <= 1
 
 
 def test_zero_attention_weights_tokens_equally() -> None:
     video: Any = moving(2, 3, 3)
-    none, equal = (
+    zero, equal = (
         select("ottvid", given([video], [6], [(3, 3)], attention=[torch.full((2, 9), value)])) for value in (0.0, 1 / 9)
     )
-    assert torch.equal(none.assign, equal.assign)
-    assert len([*pairwise(none.keep[0].nonzero())]) == 5
+    assert torch.equal(zero.assign, equal.assign)
+    assert len([*pairwise(zero.keep[0].nonzero())]) == 5

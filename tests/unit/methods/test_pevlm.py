@@ -36,21 +36,21 @@ def family(request: pytest.FixtureRequest) -> Family:
 @torch.no_grad()
 def test_equals_a_dense_mask(batch: str, family: Family, build) -> None:
     model, inputs = build(family), family.make_inputs(**BATCHES[batch])
-    ids, real = block_ids(inputs), real_of(inputs)
+    ids, mask = block_ids(inputs), real_of(inputs)
     with blocked(family, model, ids):
-        want = model(**inputs).logits[real]
-    assert (model(**inputs).logits[real] - want).abs().max() > 0.1  # it is not full attention
-    for way in WAYS:
-        with tokenprune.patched(model, "pevlm", **SMALL), way():
+        want = model(**inputs).logits[mask]
+    assert (model(**inputs).logits[mask] - want).abs().max() > 0.1  # full attention gives other logits
+    for use_back_end in WAYS:
+        with tokenprune.patched(model, "pevlm", **SMALL), use_back_end():
             out = model(**inputs)
             stats = tokenprune.stats(model)
-        close(out.logits[real], want)
+        close(out.logits[mask], want)
     length = inputs["input_ids"].shape[1]
     assert all(layer.keys.shape[-2] == length for layer in out.past_key_values.layers)
     assert stats.visual_tokens_in == stats.visual_tokens_out and stats.kv_bytes == stats.kv_bytes_full
     assert stats.attention_blocks == sum(len(set(row) - {PADDING, SINK, TAIL}) for row in ids.tolist())
-    without = sum(VIDEO not in row for row in inputs["input_ids"].tolist())
-    assert stats.notes == ["pevlm: full attention for a prompt, because it contains no video"] * without
+    num_without_video = sum(VIDEO not in row for row in inputs["input_ids"].tolist())
+    assert stats.notes == ["pevlm: full attention for a prompt, because it contains no video"] * num_without_video
 
 
 @pytest.mark.parametrize("batch", ["one row", "left", "mixed"])
@@ -68,10 +68,10 @@ def test_batch_matches_single_rows(families: str, build) -> None:
     family = FAMILIES[families]
     model, inputs = build(family), family.make_inputs(video=(13, 7), images=(0, 0))
     with tokenprune.patched(model, "pevlm", **SMALL):
-        together = model(**inputs).logits
+        batch_logits = model(**inputs).logits
         for row, mask in enumerate(real_of(inputs)):
-            alone = family.make_inputs(video=(13, 7), images=(0, 0), only=row)
-            close(together[row, mask], model(**alone).logits[0])
+            single = family.make_inputs(video=(13, 7), images=(0, 0), only=row)
+            close(batch_logits[row, mask], model(**single).logits[0])
 
 
 @torch.no_grad()
@@ -117,20 +117,20 @@ def test_sink_and_first_block_equal_full_attention(family: Family, build) -> Non
     full = model(**inputs, output_hidden_states=True).hidden_states
     with tokenprune.patched(model, "pevlm", **SMALL):
         got = model(**inputs, output_hidden_states=True).hidden_states
-    for layer, (one, other) in enumerate(zip(got, full, strict=True)):
+    for layer, (actual, expected) in enumerate(zip(got, full, strict=True)):
         for part in (SINK, 1):
-            close(one[0, ids == part], other[0, ids == part])
-        # The tail attends to everything, so its row differs only after its keys differ.
+            close(actual[0, ids == part], expected[0, ids == part])
+        # The tail attends to all blocks, so it differs one layer after their keys differ.
         for part, from_layer in ((2, 1), (TAIL, 2)):
-            differs = (one - other)[0, ids == part].abs().amax()
+            differs = (actual - expected)[0, ids == part].abs().amax()
             assert (differs > 1e-3) == (layer >= from_layer)
 
 
-def swapped(inputs: Any, ids: Tensor, a: int, b: int, frames: int) -> Any:
-    """The prompt with blocks `a` and `b` of its one video swapped, including the text between frames."""
+def swap_blocks(inputs: Any, ids: Tensor, a: int, b: int, frames: int) -> Any:
+    """Return the prompt with blocks a and b of its video swapped, including the text between frames."""
     other = {key: value.clone() for key, value in inputs.items()}
-    of_frame = [int(ids[first]) for first, _ in visuals_of(inputs, 0, frames)[0].frames]
-    x, y = ([number for number, block in enumerate(of_frame) if block == which] for which in (a, b))
+    frame_blocks = [int(ids[first]) for first, _ in visuals_of(inputs, 0, frames)[0].frames]
+    x, y = ([frame for frame, block in enumerate(frame_blocks) if block == block_id] for block_id in (a, b))
     order = list(range(frames))
     for i, j in zip(x, y, strict=True):
         order[i], order[j] = j, i
@@ -150,14 +150,14 @@ def swapped(inputs: Any, ids: Tensor, a: int, b: int, frames: int) -> Any:
 def test_blocks_do_not_attend_to_each_other(family: Family, build) -> None:
     model, inputs = build(family), family.make_inputs(video=13, images=(0,))
     ids = block_ids(inputs)[0]
-    other = {key: value.clone() for key, value in inputs.items()}
-    pixels = other["pixel_values_videos"]  # frames 6 to 9 are block 2
+    changed_inputs = {key: value.clone() for key, value in inputs.items()}
+    pixels = changed_inputs["pixel_values_videos"]  # frames 6 to 9 are block 2
     frames = pixels[0] if pixels.ndim == 5 else pixels.unflatten(0, (13, -1))
     frames[6:10] = torch.randn_like(frames[6:10])
     with tokenprune.patched(model, "pevlm", **SMALL):
-        one = model(**inputs, output_hidden_states=True).hidden_states
-        two = model(**other, output_hidden_states=True).hidden_states
-    for layer, (a, b) in enumerate(zip(one, two, strict=True)):
+        original = model(**inputs, output_hidden_states=True).hidden_states
+        changed = model(**changed_inputs, output_hidden_states=True).hidden_states
+    for layer, (a, b) in enumerate(zip(original, changed, strict=True)):
         for part in (SINK, 1, 3):
             assert torch.equal(a[0, ids == part], b[0, ids == part])
         assert not torch.equal(a[0, ids == 2], b[0, ids == 2])
@@ -170,22 +170,22 @@ def test_order_of_blocks_matters_only_with_sequential_positions(family: Family, 
     model, inputs = build(family), family.make_inputs(video=14, images=(0,))
     ids = block_ids(inputs, 14)[0]
     assert (ids == 1).sum() == (ids == 2).sum()
-    other = swapped(inputs, ids, 1, 2, 14)
+    changed_inputs = swap_blocks(inputs, ids, 1, 2, 14)
     for mode in ("reuse", "sequential"):
         with tokenprune.patched(model, "pevlm", **SMALL, position_mode=mode):
-            one, two = model(**inputs), model(**other)
-        for a, b in zip(one.past_key_values.layers, two.past_key_values.layers, strict=True):
+            original, changed = model(**inputs), model(**changed_inputs)
+        for a, b in zip(original.past_key_values.layers, changed.past_key_values.layers, strict=True):
             if mode == "reuse":
                 for kind in ("keys", "values"):
                     x, y = getattr(a, kind)[0], getattr(b, kind)[0]
                     close(x[:, ids == 1], y[:, ids == 2])
                     close(x[:, ids == 2], y[:, ids == 1])
                     close(x[:, ids == 3], y[:, ids == 3])
-        differs = (one.logits - two.logits)[0, ids == TAIL].abs().max()
+        differs = (original.logits - changed.logits)[0, ids == TAIL].abs().max()
         assert differs < 1e-3 if mode == "reuse" else differs > 0.1
 
 
-def positions_of(family: Family, model: Any, inputs: Any, steps: int) -> list[Tensor | None]:
+def record_positions(family: Family, model: Any, inputs: Any, steps: int) -> list[Tensor | None]:
     """Record the positions passed to the rotary embedding in prefill and in each decode step."""
     rotary = model.get_submodule(family.decoder).rotary_emb
     with record_inputs(rotary, note=lambda args, kwargs: kwargs.get("position_ids", *args[1:2])) as positions:
@@ -196,18 +196,18 @@ def positions_of(family: Family, model: Any, inputs: Any, steps: int) -> list[Te
 @pytest.mark.parametrize("batch", ["left", "mixed"])
 def test_positions(batch: str, family: Family, build) -> None:
     model, inputs = build(family), family.make_inputs(**BATCHES[batch])
-    full = positions_of(family, model, inputs, 4)
+    full = record_positions(family, model, inputs, 4)
     with tokenprune.patched(model, "pevlm", **SMALL):
-        got = positions_of(family, model, inputs, 4)
+        got = record_positions(family, model, inputs, 4)
     with tokenprune.patched(model, "pevlm", **SMALL, position_mode="reuse"):
-        reuse = positions_of(family, model, inputs, 4)
+        reuse = record_positions(family, model, inputs, 4)
     assert len(got) == 4 and all(torch.equal(a, b) for a, b in zip(got, full, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(reuse[1:], full[1:], strict=True))
     ids = block_ids(inputs)
-    for row, of_row in enumerate(ids):
-        fixed = (of_row <= 1) | (of_row == TAIL)
+    for row, row_ids in enumerate(ids):
+        fixed = (row_ids <= 1) | (row_ids == TAIL)
         assert torch.equal(reuse[0][..., row, fixed], full[0][..., row, fixed])
-        for block in range(2, 1 + int(of_row[of_row < TAIL].max())):
-            of_block, of_first = (reuse[0][..., row, of_row == which] for which in (block, 1))
-            shared = min(of_block.shape[-1], of_first.shape[-1])
-            assert torch.equal(of_block[..., :shared], of_first[..., :shared])
+        for block in range(2, 1 + int(row_ids[row_ids < TAIL].max())):
+            block_positions, first_positions = (reuse[0][..., row, row_ids == block_id] for block_id in (block, 1))
+            shared = min(block_positions.shape[-1], first_positions.shape[-1])
+            assert torch.equal(block_positions[..., :shared], first_positions[..., :shared])

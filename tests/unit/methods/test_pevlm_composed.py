@@ -63,20 +63,20 @@ def test_composed_methods_keep_the_blocks(names: str, batch: str, family: Family
 
 
 def test_last_row_attention_excludes_padding(family: Family, build) -> None:
-    """FastV ranks as in each single row, although no layer gets a mask."""
+    """FastV selects the same tokens as in each single row, although no layer gets a mask."""
     model = build(family)
     inputs = family.make_inputs(video=(13, 13), images=(0, 0))
     methods, keep = [tokenprune.method("pevlm", **SMALL), "fastv"], [1.0, 0.3]
 
-    def kept(inputs: Any) -> list[list[int]]:
+    def list_kept(inputs: Any) -> list[list[int]]:
         with torch.no_grad(), tokenprune.patched(model, methods, keep=keep, record=True):
             model(**inputs)
             return tokenprune.stats(model).cuts[0].kept
 
-    for row, of_row in enumerate(kept(inputs)):
-        (alone,) = kept(family.make_inputs(video=(13, 13), images=(0, 0), only=row))
-        before = int((inputs["attention_mask"][row] == 0).sum())
-        assert [position - before for position in of_row] == alone
+    for row, batch_kept in enumerate(list_kept(inputs)):
+        (single_kept,) = list_kept(family.make_inputs(video=(13, 13), images=(0, 0), only=row))
+        num_padding = int((inputs["attention_mask"][row] == 0).sum())
+        assert [position - num_padding for position in batch_kept] == single_kept
 
 
 def get_mask(args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -104,23 +104,23 @@ def test_no_dense_mask_is_built(other: str | None, build) -> None:
 def test_two_taps_of_one_module_detach_in_any_order(first: str, leaves_first: str, build) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs()
-    module, seen = model.get_submodule(family.decoder).layers[1].self_attn, []
-    full = model(**inputs).logits
+    module, calls = model.get_submodule(family.decoder).layers[1].self_attn, []
+    expected = model(**inputs).logits
 
     class Zero(Tap):
         def compute(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
             return torch.zeros_like(query.transpose(1, 2)), None
 
-    taps = {"observer": Observer(module, seen.append), "computes": Zero(module)}
+    taps = {"observer": Observer(module, calls.append), "computes": Zero(module)}
     order = sorted(taps, key=lambda name: name != first)
     for name in order:
         taps[name].attach()
-    assert not torch.equal(model(**inputs).logits, full) and len(seen) == 1
+    assert not torch.equal(model(**inputs).logits, expected) and len(calls) == 1
     taps.pop(leaves_first).detach()
-    assert torch.equal(model(**inputs).logits, full) == (leaves_first == "computes")
+    assert torch.equal(model(**inputs).logits, expected) == (leaves_first == "computes")
     for tap in taps.values():
         tap.detach()
-    assert torch.equal(model(**inputs).logits, full)  # the fixture checks that the module is restored
+    assert torch.equal(model(**inputs).logits, expected)  # the fixture checks that the module is restored
 
 
 # -- full attention and unsupported setups ----------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_two_taps_of_one_module_detach_in_any_order(first: str, leaves_first: st
 def test_prompt_without_video_is_bit_equal_and_noted(batch: dict, family: Family, build) -> None:
     model, inputs = build(family), family.make_inputs(**batch)
     before, tokens, _ = generate_logits(model, inputs, 3)
-    with tokenprune.patched(model, "pevlm"):  # keep is 1.0 by itself
+    with tokenprune.patched(model, "pevlm"):  # keep defaults to 1.0
         got, got_tokens, _ = generate_logits(model, inputs, 3)
         stats = tokenprune.stats(model)
     assert torch.equal(got, before) and torch.equal(got_tokens, tokens)
@@ -154,40 +154,40 @@ def test_prompts_that_keep_full_attention(build) -> None:
     assert "more than one video or image" in note(inputs, only_single_video=True)
     length = inputs["input_ids"].shape[1]
     causal = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
-    own = {**inputs, "attention_mask": causal, "position_ids": torch.arange(length).expand(3, 1, -1)}
-    assert "not a tensor of shape" in note(own, None)
+    dense = {**inputs, "attention_mask": causal, "position_ids": torch.arange(length).expand(3, 1, -1)}
+    assert "not a tensor of shape" in note(dense, None)
     batch = family.make_inputs(video=13, images=(0, 1), padding=None)
     batch["attention_mask"][1, 2] = 0  # in the row without a video
     assert "has gaps" in note(batch, model(**batch).logits)
-    ends = dict(family.make_inputs(video=13, images=(0,)))
-    last = int((ends["input_ids"] == VIDEO).nonzero()[-1, 1]) + 1
+    no_text = dict(family.make_inputs(video=13, images=(0,)))
+    last = int((no_text["input_ids"] == VIDEO).nonzero()[-1, 1]) + 1
     for key in ("input_ids", "attention_mask", "mm_token_type_ids"):
-        ends[key] = ends[key][:, :last]
-    assert "no token follows" in note(ends, None)
-    # Features of an unpatched model carry no grids.
+        no_text[key] = no_text[key][:, :last]
+    assert "no token follows" in note(no_text, None)
+    # The features of an unpatched model have no recorded grids.
     encoded = model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True)
     images = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
-    bare = {key: value for key, value in inputs.items() if not key.startswith("pixel")}
-    bare["mm_encoder_outputs"] = {"video": encoded, "image": images}
-    assert "frame are unknown" in note(bare)
+    encoded_inputs = {key: value for key, value in inputs.items() if not key.startswith("pixel")}
+    encoded_inputs["mm_encoder_outputs"] = {"video": encoded, "image": images}
+    assert "frame are unknown" in note(encoded_inputs)
 
 
 @torch.no_grad()
 def test_later_turns_use_full_attention(family: Family, build) -> None:
-    """Tokens after the prefill attend to all of it, and a video of a later turn gets full attention."""
+    """Tokens after the prefill attend to the whole prefill, and a video in a later turn gets full attention."""
     model, inputs = build(family), family.make_inputs(video=13, images=(0,))
-    more = torch.arange(100, 104)[None]
+    new_ids = torch.arange(100, 104)[None]
     length = inputs["input_ids"].shape[1]
-    turn = {"input_ids": more, "attention_mask": torch.ones(1, length + 4, dtype=torch.long)}
-    if family.types:  # Qwen's positions: any will do that both are given
+    turn = {"input_ids": new_ids, "attention_mask": torch.ones(1, length + 4, dtype=torch.long)}
+    if family.types:  # any positions, the same for both models
         turn["position_ids"] = torch.arange(length, length + 4).expand(3, 1, -1)
     with tokenprune.patched(model, "pevlm", **SMALL):
         cache = model(**inputs).past_key_values
         got = model(**turn, past_key_values=cache).logits
-        again = {**inputs, "attention_mask": torch.ones(1, 2 * length + 4, dtype=torch.long)}
+        new_video = {**inputs, "attention_mask": torch.ones(1, 2 * length + 4, dtype=torch.long)}
         if family.types:
-            again["position_ids"] = torch.arange(length + 4, 2 * length + 4).expand(3, 1, -1)
-        model(**again, past_key_values=cache)
+            new_video["position_ids"] = torch.arange(length + 4, 2 * length + 4).expand(3, 1, -1)
+        model(**new_video, past_key_values=cache)
         assert "earlier part of the conversation" in tokenprune.stats(model).notes[0]
     with blocked(family, model, block_ids(inputs)):
         cache = model(**inputs).past_key_values
@@ -200,9 +200,9 @@ def test_other_back_ends_and_caches(family: Family, build) -> None:
     with tokenprune.patched(build(family), "pevlm", **SMALL):
         want = build(family)(**inputs).logits[real_of(inputs)]
         close(build(family)(**inputs, use_cache=False).logits[real_of(inputs)], want)
-    for way in WAYS:
+    for use_back_end in WAYS:
         static = StaticCache(config=build(family).config.get_text_config(), max_cache_len=300)
-        with tokenprune.patched(build(family), "pevlm", **SMALL), way():
+        with tokenprune.patched(build(family), "pevlm", **SMALL), use_back_end():
             close(build(family)(**inputs, past_key_values=static).logits[real_of(inputs)], want)
             assert tokenprune.stats(build(family)).attention_blocks == 6
     for attention in ("eager", "flash_stand_in"):
@@ -236,13 +236,12 @@ def test_flops_count_attended_pairs(build) -> None:
         ratio = tokenprune.stats(model).prefill_flops_ratio
     ids = block_ids(inputs)[0].tolist()
     length = len(ids)
-    seen = sum(
-        ids[j] in (SINK, ids[i]) or ids[i] == TAIL for i in range(length) for j in range(i + 1)
-    )  # each pair that is computed, counted
+    # Count each pair of tokens that is computed.
+    num_pairs = sum(ids[j] in (SINK, ids[i]) or ids[i] == TAIL for i in range(length) for j in range(i + 1))
     linear = 2 * length * 64 * (2 * 64 + 2 * 32 + 3 * 96)
     square = 4 * length**2 * 64
-    part = linear + square * seen / (length * (length + 1) / 2)
-    assert ratio == pytest.approx((3 * part + linear + square) / (4 * (linear + square)))
+    block_layer = linear + square * num_pairs / (length * (length + 1) / 2)
+    assert ratio == pytest.approx((3 * block_layer + linear + square) / (4 * (linear + square)))
 
 
 def test_gradients() -> None:
@@ -250,8 +249,8 @@ def test_gradients() -> None:
     model, inputs = family.build(), family.make_inputs(**BATCHES["mixed"])  # a separate trainable model
     weight = model.get_submodule(family.decoder).layers[1].self_attn.k_proj.weight
     grads = []
-    for way in WAYS:
-        with tokenprune.patched(model, "pevlm", **SMALL), way():
+    for use_back_end in WAYS:
+        with tokenprune.patched(model, "pevlm", **SMALL), use_back_end():
             model(**inputs).logits[real_of(inputs)].square().mean().backward()
         grads.append(weight.grad)
         model.zero_grad()
@@ -265,7 +264,7 @@ def test_gradients() -> None:
         model(**inputs)
 
 
-def refused(model: Any, method: Any, error: type[Exception], match: str, **options: Any) -> None:
+def check_refused(model: Any, method: Any, error: type[Exception], match: str, **options: Any) -> None:
     with pytest.raises(error, match=match):
         tokenprune.patch(model, method, **options)
     assert not tokenprune.is_patched(model)
@@ -274,16 +273,16 @@ def refused(model: Any, method: Any, error: type[Exception], match: str, **optio
 def test_unsupported_setups_raise(build) -> None:
     model = build(FAMILIES["qwen2_vl"])
     for keep in (0.5, Budget(tokens=1), 64):
-        refused(model, "pevlm", BudgetError, "does not remove tokens", keep=keep)
-    refused(model, ["divprune", "pevlm"], BudgetError, r"keep=\[0.25, 1.0\]", keep=0.5)
-    everyone = [tokenprune.method("fastv", query="all"), "pevlm"]
-    refused(model, everyone, OptionError, "attend only within their block", keep=[0.5, 1.0])
-    refused(model, "pevlm", OptionError, r"dense_layers=\[4\]", dense_layers=[0, 4])
-    refused(model, "pevlm", OptionError, "names all 4 layers", dense_layers=[0, 1, 2, 3])
-    refused(model, ["pevlm", "pevlm"], OptionError, "both act at")
+        check_refused(model, "pevlm", BudgetError, "does not remove tokens", keep=keep)
+    check_refused(model, ["divprune", "pevlm"], BudgetError, r"keep=\[0.25, 1.0\]", keep=0.5)
+    methods = [tokenprune.method("fastv", query="all"), "pevlm"]
+    check_refused(model, methods, OptionError, "attend only within their block", keep=[0.5, 1.0])
+    check_refused(model, "pevlm", OptionError, r"dense_layers=\[4\]", dense_layers=[0, 4])
+    check_refused(model, "pevlm", OptionError, "names all 4 layers", dense_layers=[0, 1, 2, 3])
+    check_refused(model, ["pevlm", "pevlm"], OptionError, "both act at")
     for family in FAMILIES.values():
         if not family.video:
-            refused(build(family), "pevlm", UnsupportedSetupError, "does not support")
+            check_refused(build(family), "pevlm", UnsupportedSetupError, "does not support")
 
 
 @torch.no_grad()
@@ -292,7 +291,7 @@ def test_sliding_windows() -> None:
     config = family.config["text_config"] | dict(use_sliding_window=True, sliding_window=16, max_window_layers=2)
     model = type(family)(**{**vars(family), "config": family.config | {"text_config": config}}).build()
     inputs = family.make_inputs(video=13, images=(0,))
-    refused(model, "pevlm", UnsupportedSetupError, r"dense_layers=\[2, 3\]")
+    check_refused(model, "pevlm", UnsupportedSetupError, r"dense_layers=\[2, 3\]")
     with tokenprune.patched(model, "pevlm", **SMALL, dense_layers=[2, 3]):
         got = model(**inputs).logits
     with blocked(family, model, block_ids(inputs), dense=(2, 3)):

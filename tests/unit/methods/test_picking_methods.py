@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that pick one token after the other: behavior that their loops in naive/ do not cover."""
+"""Methods that pick tokens one by one: behavior that their loops in naive/ do not cover."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_eadp_without_text_all_tokens_have_equal_weight() -> None:
 
 def test_mmtok_without_the_question() -> None:
     tokens = image_tokens([50], [9])
-    seen = alone(tokens, 0) | {"t": torch.zeros(0, 32, dtype=torch.float64)}
-    want = [sorted(naive_mmtok(**seen, keep=9))]
+    no_text = alone(tokens, 0) | {"t": torch.zeros(0, 32, dtype=torch.float64)}
+    want = [sorted(naive_mmtok(**no_text, keep=9))]
     method = tokenprune.method("mmtok", question=False)
     assert picked(method, tokens) == want and not method.query_aware and method.prefix_cache_safe
     silent = {"hidden": torch.randn(1, 3, 32), "mask": torch.zeros(1, 3, dtype=torch.bool)}
@@ -97,17 +97,17 @@ def test_mmtok_rows_sum_to_their_weight_without_padding(monkeypatch: pytest.Monk
         monkeypatch.setattr(Products, "fits_in_memory", fits)
         got = build_softmax_relation(Products(a, b), 0.3, 0.7, mask, rows)
         for segment, count in enumerate((6, 4)):
-            found = got.rows(segment, torch.arange(5))
-            assert torch.allclose(found[:, :count], want[segment, :, :count], atol=1e-6)
-            assert not found[~rows[segment]].any()
-            for place in range(count):
-                assert torch.allclose(got.column(segment, place), found[:, place])
+            actual = got.rows(segment, torch.arange(5))
+            assert torch.allclose(actual[:, :count], want[segment, :, :count], atol=1e-6)
+            assert not actual[~rows[segment]].any()
+            for column in range(count):
+                assert torch.allclose(got.column(segment, column), actual[:, column])
 
 
 # -- otprune -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [6, 30])  # features fewer than tokens, and more
+@pytest.mark.parametrize("width", [6, 30])  # fewer and more channels than tokens
 def test_otprune_each_pick_maximizes_the_determinant(width: int) -> None:
     hidden = torch.randn(1, 10, width, generator=torch.Generator().manual_seed(width))
     kernel, picks, gains = kernel_of(hidden[0].double(), 5.0), [], []

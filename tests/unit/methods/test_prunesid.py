@@ -12,11 +12,11 @@ from tests.unit.methods.naive.prunesid import naive_components, naive_quotas
 from tokenprune.methods.pre_llm.prunesid import compute_quotas, project_to_components
 
 
-@pytest.mark.parametrize("width", [5, 40])  # fewer features than tokens, and more
+@pytest.mark.parametrize("width", [5, 40])  # fewer and more channels than tokens
 def test_components_equal_svd(width: int) -> None:
     x = torch.randn(20, width, generator=torch.Generator().manual_seed(width))
     want = naive_components(x.double(), 8)
-    rank = min(20, width) - (width < 20)  # less the mean over few features
+    rank = min(20, width) - (width < 20)  # centering removes a dimension
     assert torch.allclose(project_to_components(x, 8)[:, :rank].double(), want[:, :rank], atol=1e-5)
     assert not project_to_components(x, 8)[:, rank:].any()
 
@@ -27,11 +27,11 @@ def test_quotas_sum_to_the_budget() -> None:
         groups = int(torch.randint(1, 9, (1,), generator=g))
         members = torch.randint(0, 12, (groups,), generator=g).tolist()
         members[0] += 1
-        left = [0 if not c else 1 + int(torch.randint(0, c, (1,), generator=g)) for c in members]
+        remaining = [0 if not c else 1 + int(torch.randint(0, c, (1,), generator=g)) for c in members]
         keep = int(torch.randint(min(groups, sum(members)), sum(members) + 1, (1,), generator=g))
         keep = max(keep, sum(c > 0 for c in members))
-        got = compute_quotas(members, left, keep)
-        assert got == naive_quotas(members, left, keep)
+        got = compute_quotas(members, remaining, keep)
+        assert got == naive_quotas(members, remaining, keep)
         assert sum(got) == keep and all(min(1, c) <= q <= c for q, c in zip(got, members, strict=True))
 
 
@@ -47,17 +47,17 @@ def test_constant_images_and_copies() -> None:
 
 
 def test_threshold_above_1_removes_no_token() -> None:
-    """The LLaVA form with many tokens keeps the best of each group by attention."""
+    """With many tokens, form="llava" keeps the tokens with the highest attention of each group."""
     tokens = image_tokens([150], [140])
-    seen = alone(tokens, 0)
-    assert 140 / 32 * float(cosine_table(seen["x"]).mean()) > 1
-    sizes = naive_components(seen["x"], 35)
+    inputs = alone(tokens, 0)
+    assert 140 / 32 * float(cosine_table(inputs["x"]).mean()) > 1
+    sizes = naive_components(inputs["x"], 35)
     group = sizes.argmax(1).tolist()
     (got,) = picked(tokenprune.method("prunesid", form="llava"), tokens)
     for g in set(group):
-        order = sorted((i for i in range(150) if group[i] == g), key=lambda i: -seen["a"][i])
-        here = [i for i in order if i in got]
-        assert here == order[: len(here)]
+        order = sorted((i for i in range(150) if group[i] == g), key=lambda i: -inputs["a"][i])
+        kept = [i for i in order if i in got]
+        assert kept == order[: len(kept)]
 
 
 def test_needs_follow_the_options() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prunevid against naive loops written from its description, on a still background with a moving part."""
+"""prunevid against naive loops, on a static background with a moving object."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_scenes_of_long_videos(keep: int, threshold: float) -> None:
     ],
 )  # fmt: skip
 def test_scenes_are_contiguous(labels: str, lengths: list[int]) -> None:
-    """The longest runs of a label stay, if they are of two frames at least; others join the longer run beside them."""
-    numbers = ["abcd".index(one) for one in labels]
-    made = contiguous(numbers)
-    assert [len(span) for span in spans_of(made)] == lengths
-    assert find_scene_ends(numbers) == [a != b for a, b in pairwise(made)]
+    """The longest runs of a label with at least two frames are scenes. Other runs join the longer neighbour."""
+    indices = ["abcd".index(label) for label in labels]
+    scenes = contiguous(indices)
+    assert [len(span) for span in spans_of(scenes)] == lengths
+    assert find_scene_ends(indices) == [a != b for a, b in pairwise(scenes)]
 
 
 def test_scenes_match_loop_in_200_cases() -> None:
@@ -54,48 +54,48 @@ def test_matches_loop_in_200_cases() -> None:
     draw = random.Random(0)
     for case in range(200):
         frames, grid = draw.randint(1, 12), (draw.randint(1, 3), draw.randint(2, 6))
-        places, threshold = grid[0] * grid[1], draw.choice([0.2, 0.8, 0.8, 0.99])
-        keep = draw.randint(1, frames * places - 1)
+        num_tokens, threshold = grid[0] * grid[1], draw.choice([0.2, 0.8, 0.8, 0.99])
+        keep = draw.randint(1, frames * num_tokens - 1)
         video = moving(frames, *grid, seed=case, noise=draw.choice([0.02, 0.3]), cut=draw.choice([None, 2, 5]))
         if draw.random() < 0.3:
-            video[-1, 0] = video[-1, 1]  # two tokens that are one
+            video[-1, 0] = video[-1, 1]  # two equal tokens
         tokens = given([video], [keep], [grid])
-        got = shares_of(select("prunevid", tokens, threshold=threshold, inner=False), 0, frames * places)
+        got = shares_of(select("prunevid", tokens, threshold=threshold, inner=False), 0, frames * num_tokens)
         same(got, naive(video, torch.zeros(0), keep, grid, threshold))
 
         (_, _), (inner, _) = tokenprune.method("prunevid").stages(Budget(keep=0.3), 32)
         kept = sorted(got)
         group = tokens.carry["group"][0, kept].tolist()
-        left = draw.randint(1, len(kept))
+        num_kept = draw.randint(1, len(kept))
         g = torch.Generator().manual_seed(case)
         attention = (torch.rand(1, 2, 3, len(kept), generator=g) * 20).round() / 20
-        about = {"text_attention": attention, "text": {"hidden": torch.zeros(1, 3, 4)}, "keep": [left]}
+        inputs = {"text_attention": attention, "text": {"hidden": torch.zeros(1, 3, 4)}, "keep": [num_kept]}
         carry = {"group": torch.tensor([group]), "groups": 2 * frames}
-        late = inner.select(visual_tokens(torch.zeros(1, len(kept), 4), carry=carry, **about)).keep[0]
-        assert late.nonzero().flatten().tolist() == naive_inner(attention[0], group, left)
+        late = inner.select(visual_tokens(torch.zeros(1, len(kept), 4), carry=carry, **inputs)).keep[0]
+        assert late.nonzero().flatten().tolist() == naive_inner(attention[0], group, num_kept)
 
 
 def naive_inner(attention: Tensor, group: list[int], keep: int) -> list[int]:
-    """Step 5: the most that any head of any text token pays, in each part its share."""
+    """Return the tokens kept in step 5: each part gets a share, ranked by the largest attention of heads and words."""
     score = [max(attention[:, :, i].flatten().tolist()) for i in range(len(group))]
-    sizes = [group.count(one) for one in range(max(group) + 1)]
-    numbers = naive_shares([*map(float, sizes)], keep, sizes, 0)
-    parts = [[i for i in range(len(group)) if group[i] == one] for one in range(len(sizes))]
-    return sorted(i for part, number in zip(parts, numbers, strict=True) for i in best(part, score, number))
+    sizes = [group.count(label) for label in range(max(group) + 1)]
+    quotas = naive_shares([*map(float, sizes)], keep, sizes, 0)
+    parts = [[i for i in range(len(group)) if group[i] == label] for label in range(len(sizes))]
+    return sorted(i for part, quota in zip(parts, quotas, strict=True) for i in best(part, score, quota))
 
 
 def test_counts_match_authors_rule() -> None:
-    """Half of each part of more than 14 tokens, all of the others."""
+    """The authors keep half of each part with more than 14 tokens, and all tokens of the other parts."""
     video = moving(8, 4, 8, seed=1, cut=4)
     tokens = given([video], [20], [(4, 8)])
     select("prunevid", tokens, inner=False)
     group = tokens.carry["group"][0].tolist()
-    members = {one: [i for i in range(8 * 32) if group[i] == one] for one in set(group)}
-    parts = {one: {i % 32 if one % 2 == 0 else i for i in own} for one, own in members.items()}
-    rule = {one: len(part) if len(part) <= 14 else len(part) // 2 for one, part in parts.items()}
+    members = {label: [i for i in range(8 * 32) if group[i] == label] for label in set(group)}
+    parts = {label: {i % 32 if label % 2 == 0 else i for i in indices} for label, indices in members.items()}
+    rule = {label: len(part) if len(part) <= 14 else len(part) // 2 for label, part in parts.items()}
     assert any(len(part) > 14 for part in parts.values()) and any(len(part) <= 14 for part in parts.values())
     got = select("prunevid", given([video], [sum(rule.values())], [(4, 8)]), inner=False).keep[0]
-    assert {one: sum(group[i] == one for i in got.nonzero().flatten().tolist()) for one in parts} == rule
+    assert {label: sum(group[i] == label for i in got.nonzero().flatten().tolist()) for label in parts} == rule
 
 
 def test_static_video_becomes_one_frame() -> None:
@@ -126,8 +126,8 @@ def test_first_cut_stores_groups() -> None:
     selection = tokenprune.method("prunevid", inner=False).select(tokens)
     group = tokens.carry["group"]
     assert tokens.carry["groups"] == 10 and group.shape == tokens.mask.shape
-    still, moves = (group[0, :45] % 2 == 0), group[0, :45] % 2 == 1
-    assert still.any() and moves.any()
+    is_static, is_moving = (group[0, :45] % 2 == 0), group[0, :45] % 2 == 1
+    assert is_static.any() and is_moving.any()
     frames = torch.arange(45) // 9
-    assert torch.equal(group[0, :45][moves], 2 * frames[moves] + 1) and (group[0, :45][still] == 0).all()
+    assert torch.equal(group[0, :45][is_moving], 2 * frames[is_moving] + 1) and (group[0, :45][is_static] == 0).all()
     assert selection.keep[1, :4].all()

@@ -12,7 +12,7 @@ from tokenprune.budgets.schedule import choose_layers
 
 
 def test_schedule_matches_paper() -> None:
-    """int(576 * ratio) behind layers 8, 16 and 24; and by `keep` for other averages."""
+    """int(576 * ratio) tokens after layers 8, 16 and 24 by default. keep= sets the average over layers."""
     method = tokenprune.method("pyramiddrop")
     assert counts_of(method, 32, 576, method.default_keep) == [(8, 288), (16, 144), (24, 72)]
     assert [layer for layer, _ in counts_of(method, 28, 576, 0.5)] == [7, 14, 21]
@@ -36,8 +36,8 @@ def test_cuts_are_at_different_layers() -> None:
     for layers in range(4, 40):
         for keep in (0.9, 0.4, 0.1, 0.02):
             for depths in ((0.1, 0.2, 0.5), (0.9, 0.95, 0.99), (0.01, 0.02, 0.03)):
-                placed = choose_layers(depths, layers, Budget(keep=keep))
-                assert placed == sorted(set(placed)) and placed[0] >= 1 and placed[-1] < layers
+                chosen = choose_layers(depths, layers, Budget(keep=keep))
+                assert chosen == sorted(set(chosen)) and chosen[0] >= 1 and chosen[-1] < layers
     assert choose_layers((0.25, 0.5), 32, Budget(keep=0.25)) == [4, 8]
     assert choose_layers((0.25, 0.5), 32, Budget(average_share=0.25)) == [4, 8]
     assert choose_layers((0.25, 0.5), 32, Budget(average_tokens=3)) == [8, 16]

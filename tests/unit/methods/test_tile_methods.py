@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that share a budget among the tiles of an image by its thumbnail, in the families that show one first."""
+"""Methods that share a budget among the tiles of an image by its thumbnail, in families that provide a thumbnail."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tokenprune.selection.observable import Backend
 from zoo import FAMILIES
 
 TILED = ("llava_next", "llava_onevision")
-# Sizes of the zoo: tiles of 4 x 4 patches, 4 pixels each; padding above and below, and at the sides.
+# Image sizes of the zoo: tiles of 4 x 4 patches of 4 pixels, with padding above and below, or at the sides.
 PICTURES = {
     (16, 32): Picture(1, 2), (8, 32): Picture(1, 2, above=1), (32, 16): Picture(2, 1), (32, 8): Picture(2, 1, beside=1)
 }  # fmt: skip
 
 
-def looker(layers: tuple[int, ...] = (-1,)) -> tuple[Any, list[Any]]:
+def make_looker(layers: tuple[int, ...] = (-1,)) -> tuple[Any, list[Any]]:
     def read(tokens: Any) -> Any:
         return tokens.segments, tokens.tiling, [tokens.encoder_logits(layer) for layer in layers]
 
@@ -41,20 +41,20 @@ def test_both_methods_are_registered() -> None:
 @pytest.mark.parametrize("name", TILED)
 @torch.no_grad()
 def test_tiling_of_an_image(name: str, build: Any) -> None:
-    family, (method, seen) = FAMILIES[name], looker()
+    family, (method, calls) = FAMILIES[name], make_looker()
     with tokenprune.patched(build(family), method, keep=0.5) as model:
         model(**family.make_inputs(images=(1, 1, 1, 1), sizes=list(PICTURES)))
         model(**family.make_inputs(images=(2,), sizes=[(16, 32), (32, 8)]))
-    (_, tiling, _), (segments, both, _) = seen
+    (_, tiling, _), (segments, both, _) = calls
     for row, picture in enumerate(PICTURES.values()):
         cells = picture.cells
         covers = [picture.block(*cell[1:]) if cell[0] == 0 else 0 for cell in cells]
         assert tiling.covers[row, : len(cells)].tolist() == covers
-        high, wide = 4 * picture.down - 2 * picture.above, 4 * picture.across - 2 * picture.beside
-        assert (tiling.height[row], tiling.width[row]) == (high, wide)
-        spots = iter((y, x) for y in range(high) for x in range(wide))
-        places = [next(spots) if cell[0] > 0 else (0, 0) for cell in cells]
-        assert list(zip(tiling.row[row].tolist(), tiling.column[row].tolist(), strict=True))[: len(cells)] == places
+        height, width = 4 * picture.down - 2 * picture.above, 4 * picture.across - 2 * picture.beside
+        assert (tiling.height[row], tiling.width[row]) == (height, width)
+        positions = iter((y, x) for y in range(height) for x in range(width))
+        expected = [next(positions) if cell[0] > 0 else (0, 0) for cell in cells]
+        assert list(zip(tiling.row[row].tolist(), tiling.column[row].tolist(), strict=True))[: len(cells)] == expected
     # LLaVA-OneVision does not cut several images of a prompt into tiles.
     assert both.width.tolist() == ([8, 2] if name == "llava_next" else [0, 0])
     assert len(segments) == 2
@@ -64,20 +64,20 @@ def test_tiling_of_an_image(name: str, build: Any) -> None:
 @pytest.mark.parametrize("name", TILED)
 @torch.no_grad()
 def test_logits_equal_the_tower(name: str, layer: int, build: Any) -> None:
-    """Of the class token, or the mean over all patches, from queries and keys of the unpatched model."""
-    family, (method, seen) = FAMILIES[name], looker((layer,))
+    """Logits of the class token, or their mean over all patches, from queries and keys of the unpatched model."""
+    family, (method, calls) = FAMILIES[name], make_looker((layer,))
     model, inputs = build(family), family.make_inputs(images=(1, 1), sizes=[(16, 32), (32, 8)])
     with tokenprune.patched(model, method, keep=0.5):
         model(**inputs)
-    ((segments, _, (logits,)),) = seen
+    ((segments, _, (logits,)),) = calls
     tower = model.model.vision_tower
     block = tower.encoder.layers[0 if layer == 0 else len(tower.encoder.layers) + model.config.vision_feature_layer]
     with record_outputs(block.self_attn.q_proj) as queries, record_outputs(block.self_attn.k_proj) as keys:
         model(**inputs)
     heads = block.self_attn.num_heads
     query, key = (x[0].unflatten(-1, (heads, -1)).transpose(1, 2) for x in (queries, keys))  # [tiles, H, patches, Dh]
-    every = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
-    want = every[:, :, 0, 1:] if name == "llava_next" else every.mean(2)
+    all_logits = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
+    want = all_logits[:, :, 0, 1:] if name == "llava_next" else all_logits.mean(2)
     first = 0
     for row, picture in enumerate((PICTURES[16, 32], PICTURES[32, 8])):
         for i, (tile, y, x) in enumerate(picture.cells):
@@ -110,19 +110,19 @@ def test_choice_is_independent_of_batch_and_question(method: str, name: str, bui
     family = FAMILIES[name]
     model = build(family)
 
-    def kept(**batch: Any) -> list[list[list[int]]]:
+    def list_kept(**batch: Any) -> list[list[list[int]]]:
         inputs = family.make_inputs(**batch)
         with tokenprune.patched(model, method, keep=0.3, record=True):
             model(**inputs)
             rows = tokenprune.stats(model).cuts[0].kept
-        of = zip(pieces(family, inputs), rows, strict=True)
-        return [[[piece.index(i) for i in row if i in piece] for piece in images] for images, row in of]
+        row_pairs = zip(pieces(family, inputs), rows, strict=True)
+        return [[[piece.index(i) for i in row if i in piece] for piece in images] for images, row in row_pairs]
 
-    both = kept(images=(1, 1), sizes=[(16, 32), (32, 8)])
-    assert [kept(images=(1, 1), sizes=[(16, 32), (32, 8)], only=row)[0] for row in (0, 1)] == both
+    both = list_kept(images=(1, 1), sizes=[(16, 32), (32, 8)])
+    assert [list_kept(images=(1, 1), sizes=[(16, 32), (32, 8)], only=row)[0] for row in (0, 1)] == both
     inputs = family.make_inputs(images=(1, 1), sizes=[(16, 32), (32, 8)])
     for row, counts in zip(both, inputs.counts, strict=True):
-        assert [len(one) for one in row] == [round(0.3 * count) for count in counts]
+        assert [len(tokens) for tokens in row] == [round(0.3 * count) for count in counts]
 
 
 @pytest.mark.parametrize("method", TILE_METHODS)
@@ -133,8 +133,8 @@ def test_video_frames_have_equal_budgets(method: str, build: Any) -> None:
     with tokenprune.patched(model, method, keep=10, record=True):
         model(**inputs)
         (kept,) = tokenprune.stats(model).cuts[0].kept
-    (((*places,),),) = pieces(family, inputs)
-    assert [len(set(kept) & set(places[start : start + 4])) for start in range(0, 20, 4)] == [2] * 5
+    (((*positions,),),) = pieces(family, inputs)
+    assert [len(set(kept) & set(positions[start : start + 4])) for start in range(0, 20, 4)] == [2] * 5
 
 
 _TILES = ("colpali", "gemma3", "llava", "paligemma", "vipllava")

@@ -20,7 +20,7 @@ CASES = [(b, n, p, r) for b, n, p in SHAPES for r in sorted({1, 2, n // 3, n, 0}
 
 
 def naive(metric: Tensor, r: int, protected: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """One image: the members of each output token, in order, and (source, target) pairs in order of similarity."""
+    """Return the members of each output token of one image, and (source, target) pairs by decreasing similarity."""
     n = len(metric)
     r = min(r, max(0, n - protected) // 2)
     pairs = []
@@ -31,7 +31,7 @@ def naive(metric: Tensor, r: int, protected: int) -> tuple[list[list[int]], list
             if a >= protected and b >= protected and cosine > similarity:
                 best, similarity = b, cosine
         pairs.append((similarity, a, best))
-    pairs.sort(key=lambda pair: -pair[0])  # stable: ties stay in order of place
+    pairs.sort(key=lambda pair: -pair[0])  # stable: ties keep their index order
     merged = [(a, b) for _, a, b in pairs[:r]]
     rest = [a for _, a, _ in pairs[r:]]
     if protected:
@@ -42,13 +42,13 @@ def naive(metric: Tensor, r: int, protected: int) -> tuple[list[list[int]], list
     return [[token] + [a for a, b in merged if b == token] for token in order], merged
 
 
-def metric(b: int, n: int, seed: int = 0, width: int = 6) -> Tensor:
+def draw_keys(b: int, n: int, seed: int = 0, width: int = 6) -> Tensor:
     return torch.randn(b, n, width, generator=torch.Generator().manual_seed(seed))
 
 
 @each(("b", "n", "protected", "r"), CASES)
 def test_matches_naive_loop(b: int, n: int, protected: int, r: int) -> None:
-    keys, x = metric(b, n), metric(b, n, seed=1)
+    keys, x = draw_keys(b, n), draw_keys(b, n, seed=1)
     size = torch.randint(1, 5, (b, n), generator=torch.Generator().manual_seed(2)).float()
     merge = bipartite_match(keys, r, protected)
     if min(r, max_merges(n, protected)) == 0:
@@ -58,22 +58,22 @@ def test_matches_naive_loop(b: int, n: int, protected: int, r: int) -> None:
     got, sizes, assign = merge.mean(x, size), merge.sum(size), merge.assign
     for row in range(b):
         groups, merged = naive(keys[row], r, protected)
-        for place, group in enumerate(groups):
+        for index, group in enumerate(groups):
             weight = size[row, group]
             want = (x[row, group] * weight[:, None]).sum(0) / weight.sum()
-            torch.testing.assert_close(got[row, place], want)
-            assert sizes[row, place] == weight.sum()
-            assert (assign[row, group] == place).all()
+            torch.testing.assert_close(got[row, index], want)
+            assert sizes[row, index] == weight.sum()
+            assert (assign[row, group] == index).all()
         assert merge.source[row].tolist() == [a for a, _ in merged]
-    # The whole is conserved, and the protected tokens stay where they are, to the bit.
+    # The weighted sum is preserved, and protected tokens are bit-equal at the same indices.
     torch.testing.assert_close((got * sizes[..., None]).sum(1), (x * size[..., None]).sum(1))
     assert torch.equal(got[:, :protected], x[:, :protected])
     assert torch.equal(assign[:, :protected], torch.arange(protected).expand(b, -1))
 
 
 def test_unmerge_restores_members() -> None:
-    x, size = metric(2, 11, seed=1), torch.ones(2, 11)
-    merge = bipartite_match(metric(2, 11), 3)
+    x, size = draw_keys(2, 11, seed=1), torch.ones(2, 11)
+    merge = bipartite_match(draw_keys(2, 11), 3)
     back = merge.unmerge(merge.mean(x, size))
     for row in range(2):
         touched = set()
@@ -86,7 +86,7 @@ def test_unmerge_restores_members() -> None:
 
 
 def test_duplicates_merge_first_and_ties_use_lower_index() -> None:
-    keys = metric(1, 12)
+    keys = draw_keys(1, 12)
     keys[0, 6] = keys[0, 9]
     keys[0, 4] = keys[0, 5]
     merge = bipartite_match(keys, 2, 1)
@@ -98,8 +98,8 @@ def test_duplicates_merge_first_and_ties_use_lower_index() -> None:
 
 
 def test_equal_pairs_merge_in_index_order() -> None:
-    """All pairs are duplicates, of many vectors: rounding makes their cosines 1 and a little more or less."""
-    keys = metric(2, 200, width=72).repeat_interleave(2, dim=1)
+    """All pairs are duplicates, but rounding makes their cosines differ slightly from 1."""
+    keys = draw_keys(2, 200, width=72).repeat_interleave(2, dim=1)
     merge = bipartite_match(keys, 150)
     assert merge.source.tolist() == [list(range(0, 300, 2))] * 2
     assert torch.equal(merge.keep.gather(1, merge.target), merge.source + 1)
@@ -107,18 +107,18 @@ def test_equal_pairs_merge_in_index_order() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
 def test_zero_keys_are_similar_to_nothing(bad: float) -> None:
-    keys = metric(1, 8)
+    keys = draw_keys(1, 8)
     keys[0, [2, 5]] = bad
     merge = bipartite_match(keys, 2)
     assert isinstance(merge, Merge)
-    assert merge.mean(metric(1, 8), torch.ones(1, 8)).isfinite().all()
+    assert merge.mean(draw_keys(1, 8), torch.ones(1, 8)).isfinite().all()
     assert torch.equal(merge.assign.sort(1).values.unique(), torch.arange(6))
     if bad:
         assert 2 not in merge.source
 
 
 def test_half_precision_keys_and_features() -> None:
-    keys = metric(2, 10)
+    keys = draw_keys(2, 10)
     merge = bipartite_match(keys.bfloat16(), 3, 1)
     assert torch.equal(merge.assign, bipartite_match(keys.bfloat16().float(), 3, 1).assign)
     assert merge.mean(keys.bfloat16(), torch.ones(2, 10)).dtype == torch.bfloat16
@@ -135,7 +135,7 @@ def schedule(
 
 def test_r_as_int_list_and_slope() -> None:
     assert schedule(16) == [16] * 23 + [0]
-    # The rows of DyMU's table 2: 94, 209 and 393 tokens, class token included.
+    # DyMU's table 2: 94, 209 and 393 tokens, including the class token.
     assert [577 - sum(schedule(r)) for r in (21, 16, 8)] == [94, 209, 393]
     assert schedule([5, 0, 7], blocks=5, read=5) == [5, 0, 7, 0, 0]
     down = schedule((8, -1), blocks=24, read=24)
@@ -145,18 +145,18 @@ def test_r_as_int_list_and_slope() -> None:
     up = schedule((8, 1), read=24)
     assert (up[0], up[-1]) == (0, 16)
     assert schedule((8, 0)) == schedule(8)
-    # No block merges more than half of what reaches it.
+    # No block merges more than half of its input tokens.
     assert schedule(100, count=37, blocks=3, read=3) == [18, 9, 4]
 
 
 @each("keep", [0.9, 0.5, 0.25, 0.11, 0.04, 1, 64, 577])
 def test_keep_uses_smallest_constant_r(keep: float | int) -> None:
     plan = schedule(keep=keep)
-    left = Budget.from_number(keep).resolve([576], layer=0, shape=None, text_tokens=0)[0]
-    assert 577 - sum(plan) == left + 1
+    num_kept = Budget.from_number(keep).resolve([576], layer=0, shape=None, text_tokens=0)[0]
+    assert 577 - sum(plan) == num_kept + 1
     assert len(plan) == 24 and plan[-1] == 0
     assert plan == sorted(plan, reverse=True)
-    # One less in every block falls short.
+    # One merge less per block leaves too many tokens.
     assert plan[0] == 0 or sum(schedule(plan[0] - 1)) < sum(plan)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tops (stage I), idselection and agilepruner, which start from tower attention, against naive loops."""
+"""tops (stage I), idselection and agilepruner: ties, limits and the effective rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that rank by values of the vision tower: behavior that their loops in naive/ do not cover."""
+"""Methods that rank tokens by values of the vision tower: behavior that their loops in naive/ do not cover."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_hiprune_without_anchors_the_last_block_decides() -> None:
 
 
 def test_hiprune_anchor_in_a_corner() -> None:
-    """On a 5 x 6 grid. The sets of the authors' code follow from its description."""
+    """On a 5 x 6 grid, as in the description of the authors' code."""
     for anchor, edges, want in (
         (5, "grid", {4, 5, 11}), (23, "grid", {17, 22, 23, 29}),
         (5, "sequence", {0, 4, 5, 6, 11}), (23, "sequence", {17, 22, 23, 24, 29}),
@@ -53,7 +53,7 @@ def test_hiprune_anchor_in_a_corner() -> None:
 
 
 def test_hiprune_default_object_block_matches_the_authors() -> None:
-    """Block 8 of CLIP-L's 24, of which 23 are read, and block 15 of Qwen2.5-VL's 32."""
+    """Block 8 of 24 for CLIP-L (23 blocks are read), and block 15 of 32 for Qwen2.5-VL."""
     method = tokenprune.method("hiprune")
     clip = SimpleNamespace(vision_feature_layer=-2, vision_config=SimpleNamespace())
     qwen = SimpleNamespace(vision_config=SimpleNamespace(fullatt_block_indexes=[7, 15, 23, 31]))
@@ -65,15 +65,15 @@ def test_hiprune_default_object_block_matches_the_authors() -> None:
 
 
 def test_holov_full_strip_and_constant_attention() -> None:
-    """A full strip passes its budget to others. With constant attention, budgets differ by at most one."""
+    """The surplus of a full strip is distributed. With constant attention, budgets differ by at most one token."""
     scores = torch.full((1, 1, 64), 1e-6)
     scores[..., 16:32] = 1
     (got,) = chosen("holov", tower_tokens([([(8, 8)], 0)], [40], encoder_attention={-1: scores}), crops=4)
     assert set(range(16, 32)) <= set(got) and len(got) == 40
     assert [sum(i // 16 == c for i in got) for c in range(4)] == [8, 16, 8, 8]
     for value in (0.25, 0.0, torch.nan):
-        even = {-1: torch.full((1, 1, 64), value)}
-        (got,) = chosen("holov", tower_tokens([([(8, 8)], 0)], [30], encoder_attention=even), crops=4)
+        constant = {-1: torch.full((1, 1, 64), value)}
+        (got,) = chosen("holov", tower_tokens([([(8, 8)], 0)], [30], encoder_attention=constant), crops=4)
         assert [sum(i // 16 == c for i in got) for c in range(4)] == [8, 8, 7, 7]
 
 
@@ -87,7 +87,7 @@ def test_flowcut_sharp_attention_at_the_size_of_the_paper(keep: int) -> None:
 
 
 def test_flowcut_scored_blocks_match_clip() -> None:
-    """Blocks 0 to 21 of CLIP-L, whose block 22 is read. A shallow tower uses blocks several times."""
+    """Blocks 0 to 21 of CLIP-L, read at block 22. A shallow tower uses blocks several times."""
     method = tokenprune.method("flowcut")
     clip = SimpleNamespace(vision_feature_layer=-2, vision_config=SimpleNamespace())
     assert [find_block_index(method, layer, 24, clip) for layer in flowcut.LAYERS] == list(range(22))
@@ -113,18 +113,18 @@ def test_flowcut_encoder_flow_equals_tower_attention(name: str, build, monkeypat
     family = FAMILIES[name]
     inputs = family.make_inputs(only=0)
     _, _, *call = run_tower(family, build(family, "eager"), inputs, monkeypatch).calls[0][0]
-    method, seen = look(lambda tokens: tokens.encoder_flow(0)[0], ("encoder_flow",), (0,))
+    method, calls = look(lambda tokens: tokens.encoder_flow(0)[0], ("encoder_flow",), (0,))
     with tokenprune.patched(build(family), method, keep=0.5):
         build(family)(**inputs)
     value, weights = (x[:1] for x in call)  # of the first image
     size = value.mean(1).abs().sum(-1)
     if name == "llava":
-        alike = torch.softmax(value[:, :, :1] @ value.transpose(2, 3), -1)[:, :, 0, 1:].mean(1)
-        want = torch.stack([weights[:, :, 0, 1:].mean(1), alike, size[:, 1:]], 1)[0]
+        similarity = torch.softmax(value[:, :, :1] @ value.transpose(2, 3), -1)[:, :, 0, 1:].mean(1)
+        want = torch.stack([weights[:, :, 0, 1:].mean(1), similarity, size[:, 1:]], 1)[0]
     else:
         received = weights.mean(2).mean(1)
         want = torch.stack([received, torch.zeros_like(received), size], 1)[0].unflatten(1, (-1, 4)).mean(2)
-    torch.testing.assert_close(seen[0][:, : want.shape[1]], want)
+    torch.testing.assert_close(calls[0][:, : want.shape[1]], want)
 
 
 # -- vispruner ---------------------------------------------------------------------------------------------------------
@@ -144,24 +144,24 @@ def test_vispruner_every_budget_is_exact(count: int) -> None:
 
 def test_vispruner_long_lines_are_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = [([(6, 5), (4, 7)], 1), ([(5, 5)], 0)]
-    whole = chosen("vispruner", tower_tokens(layout, [20, 9]))
+    expected = chosen("vispruner", tower_tokens(layout, [20, 9]))
     monkeypatch.setattr("tokenprune.kernels.clusters._MAX_ELEMENTS", 1)
-    assert chosen("vispruner", tower_tokens(layout, [20, 9])) == whole
+    assert chosen("vispruner", tower_tokens(layout, [20, 9])) == expected
 
 
-@pytest.mark.parametrize("few", [1, 32])
-def test_vispruner_long_line_equals_table(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_neighbours", [1, 32])
+def test_vispruner_long_line_equals_table(num_neighbours: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = [([(18, 15), (16, 17)], 1), ([(25, 21)], 0)]
-    given = tower_tokens(layout, [60, 90])
-    x = given.encoder_features.clone()
+    random_tokens = tower_tokens(layout, [60, 90])
+    x = random_tokens.encoder_features.clone()
     x[:, 1::5] = x[:, :-1:5][:, : x[:, 1::5].shape[1]]
     tokens = tower_tokens(layout, [60, 90], encoder_features=x)
-    whole = chosen("vispruner", tokens)
+    expected = chosen("vispruner", tokens)
     monkeypatch.setattr("tokenprune.kernels.farthest.TABLE", 0)
-    monkeypatch.setattr(vispruner, "_NUM_NEIGHBORS", few)
+    monkeypatch.setattr(vispruner, "_NUM_NEIGHBORS", num_neighbours)
     monkeypatch.setattr(vispruner, "_ROWS_AT_ONCE", 50)
     monkeypatch.setattr(vispruner, "_run_rounds", None)
-    assert chosen("vispruner", tokens) == whole
+    assert chosen("vispruner", tokens) == expected
 
 
 def test_vispruner_duplicate_is_dropped_first() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`towerdrop` against loops over units that are written from its description, and in masked towers."""
+"""towerdrop against naive loops over units, and in masked towers."""
 
 from __future__ import annotations
 
@@ -23,50 +23,48 @@ SCORES = ("diverse", "change", "norm", "detail", "random")
 HIDDEN = SCORES[:3]
 
 
-def shares(most: int, frames: int) -> list[int]:
-    """Return the number of units that each frame keeps: the numbers differ by at most one and sum to `most`."""
-    return [most * (frame + 1) // frames - most * frame // frames for frame in range(frames)]
+def split_evenly(num_kept: int, frames: int) -> list[int]:
+    """Return the number of kept units per frame. The numbers differ by at most one."""
+    return [num_kept * (frame + 1) // frames - num_kept * frame // frames for frame in range(frames)]
 
 
-def farthest_first(units: list[list[float]], number: int) -> set[int]:
-    """DivPrune's Algorithm 1 on the units of a frame, one pair at a time."""
+def choose_farthest(units: list[list[float]], count: int) -> set[int]:
+    """Return the units of a frame that Algorithm 1 of DivPrune keeps, comparing one pair at a time."""
 
-    def apart(a: int, b: int) -> float:
+    def distance(a: int, b: int) -> float:
         x, y = units[a], units[b]
         return 1 - sum(p * q for p, q in zip(x, y, strict=True)) / (math.hypot(*x) * math.hypot(*y))
 
-    taken: list[int] = []
-    while len(taken) < number:
-        rest = [one for one in range(len(units)) if one not in taken]
-        if taken:
-            taken.append(max(rest, key=lambda one: min(apart(one, other) for other in taken)))
+    picked: list[int] = []
+    while len(picked) < count:
+        rest = [i for i in range(len(units)) if i not in picked]
+        if picked:
+            picked.append(max(rest, key=lambda i: min(distance(i, j) for j in picked)))
         else:
-            taken.append(
-                max(rest, key=lambda one: min([apart(one, other) for other in rest if other != one], default=0))
-            )
-    return set(taken)
+            picked.append(max(rest, key=lambda i: min([distance(i, j) for j in rest if j != i], default=0)))
+    return set(picked)
 
 
-def highest(units: list[list[float]], number: int, score: str) -> set[int]:
-    """The units of a frame whose values are the longest, or make the largest steps."""
+def choose_highest(units: list[list[float]], count: int, score: str) -> set[int]:
+    """Return the units of a frame with the longest values, or with the largest steps between values."""
     colours = [[round(255 * value) for value in unit] for unit in units]
-    steps = {one: sum(abs(b - a) for a, b in pairwise(x)) for one, x in enumerate(colours)}
-    length = {one: math.hypot(*x) for one, x in enumerate(units)}
+    steps = {i: sum(abs(b - a) for a, b in pairwise(x)) for i, x in enumerate(colours)}
+    length = {i: math.hypot(*x) for i, x in enumerate(units)}
     rank = steps if score == "detail" else length
-    return set(sorted(rank, key=rank.__getitem__, reverse=True)[:number])
+    return set(sorted(rank, key=rank.__getitem__, reverse=True)[:count])
 
 
-def naive(score: str, x: Tensor, most: int) -> Tensor:
+def naive(score: str, x: Tensor, num_kept: int) -> Tensor:
     """Return the kept units of an image or video from the observed values (frames, height, width, values)."""
     keep = torch.zeros(x.shape[:3], dtype=torch.bool)
-    for frame, number in enumerate(shares(most, len(x))):
+    for frame, count in enumerate(split_evenly(num_kept, len(x))):
         units = x[frame].flatten(0, 1).double().tolist()
-        chosen = farthest_first(units, number) if score == "diverse" else highest(units, number, score)
+        chosen = choose_farthest(units, count) if score == "diverse" else choose_highest(units, count, score)
         keep[frame].view(-1)[list(chosen)] = True
     return keep
 
 
-def noise(*shape: int, seed: int = 0) -> Tensor:
+def draw_noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -75,15 +73,15 @@ def test_kept_units_match_loop(score: str) -> None:
     method = tokenprune.method("towerdrop", score=score)
     for grid in ((1, 1, 1), (1, 5, 7), (3, 4, 5), (5, 1, 2)):
         units = math.prod(grid)
-        x = noise(*grid, 12, seed=units)
-        for most in {1, min(2, units), max(1, units // 4), max(1, units // 2), units}:
-            got = method.keep_units(x, most)
-            assert torch.equal(got, naive(score, x, most)), (grid, most)
-            assert got.flatten(1).sum(1).tolist() == shares(most, grid[0])
+        x = draw_noise(*grid, 12, seed=units)
+        for num_kept in {1, min(2, units), max(1, units // 4), max(1, units // 2), units}:
+            got = method.keep_units(x, num_kept)
+            assert torch.equal(got, naive(score, x, num_kept)), (grid, num_kept)
+            assert got.flatten(1).sum(1).tolist() == split_evenly(num_kept, grid[0])
 
 
 def test_random_depends_on_seed_and_size() -> None:
-    x = noise(2, 6, 6, 4)
+    x = draw_noise(2, 6, 6, 4)
     first, again, other = (tokenprune.method("towerdrop", score="random", seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first.keep_units(x, 20), again.keep_units(-x, 20))
     assert not torch.equal(first.keep_units(x, 20), other.keep_units(x, 20))
@@ -114,8 +112,8 @@ def test_invalid_setups_are_rejected(build) -> None:
         tokenprune.patch(build(FAMILIES["mistral3"]), "towerdrop")
 
 
-def seen_by(score: str, entered: list[Tensor], layer: int) -> Tensor:
-    """Return the values that the method sees, `[units, P]`, of the states that entered each block."""
+def observe_values(score: str, entered: list[Tensor], layer: int) -> Tensor:
+    """Return the values that the method scores, shape (units, values), from the inputs of each block."""
     if score == "diverse":
         return entered[layer].mean(1)
     return (entered[layer] - entered[layer - 1] if score == "change" else entered[layer]).flatten(1)
@@ -133,7 +131,7 @@ def test_tower_matches_masked_tower(name: str, score: str, modality: str, build)
     entered, grids = read_states(model, inputs, modality), inputs[f"{modality}_grid_thw"]
     sizes = [t * h * w // UNIT for t, h, w in grids.tolist()]
     for layer in range(score == "change", len(entered)):
-        shown = seen_by(score, entered, layer).split(sizes)
+        shown = observe_values(score, entered, layer).split(sizes)
         kept = [
             naive(score, x.view(t, h // 2, w // 2, -1), max(1, round(0.3 * len(x)))).flatten()
             for x, (t, h, w) in zip(shown, grids.tolist(), strict=True)

@@ -15,7 +15,7 @@ from tokenprune import Budget
 from tokenprune.testing import visual_tokens
 from videos import attention_of, best, cos, given, mean, moving, same, select, shares_of
 
-# Method, options, decoder layers, layer of the second cut, and its share of the tokens of the first.
+# Method, options, decoder layers, layer of the second cut, and its share of the tokens kept by the first cut.
 TWO_CUTS = [
     *((name, {}, *sizes, 0.5) for name in ("holitom", "unipool") for sizes in ((28, 18), (32, 21), (4, 3))),
     ("holitom", {"layer": 5, "inner_keep": 0.25}, 28, 5, 0.25), ("unipool", {"inner": 0.25}, 28, 7, 0.5),
@@ -76,17 +76,17 @@ def test_framefusion_zero_vectors_are_similar_to_nothing() -> None:
 
 def test_framefusion_budget_below_frame_is_noted() -> None:
     video = moving(3, 4, 4)
-    for keep, said in ((16, False), (5, True)):
+    for keep, is_noted in ((16, False), (5, True)):
         tokens = given([video], [keep], [(4, 4)])
         select("framefusion", tokens)
-        assert any("thinned uniformly" in note for note in tokens._source.notes) == said
+        assert any("thinned uniformly" in note for note in tokens._source.notes) == is_noted
 
 
 # -- flashvid ----------------------------------------------------------------------------------------------------------
 
 
 def test_flashvid_static_video_becomes_first_frame() -> None:
-    """The copies of a patch form one tree, and the weights of each mean sum to one."""
+    """All copies of a patch are merged with equal weights."""
     frame = moving(1, 4, 4, noise=0.0)
     attention = attention_of(frame).repeat(4, 1)
     tokens = given([frame.repeat(4, 1, 1)], [24], [(4, 4)], attention=[attention])
@@ -110,19 +110,19 @@ def test_flashvid_dissimilar_frames_start_segments() -> None:
 
 
 def test_holitom_static_video_becomes_one_frame() -> None:
-    """All copies of a patch merge into one token of the first frame, with a total weight of one patch."""
+    """All copies of a patch merge into one token of the first frame, with the total weight of one patch."""
     frame = moving(1, 4, 4, noise=0.0)
     for keep in (4, 9, 16):
         groups = shares_of(select("holitom", given([frame.repeat(5, 1, 1)], [keep], [(4, 4)]), inner=False), 0, 80)
         assert max(groups) < 16 and sorted(i for group in groups.values() for i in group) == list(range(80))
-        one = shares_of(select("holitom", given([frame.repeat(2, 1, 1)], [keep], [(4, 4)]), inner=False), 0, 32)
+        reference = shares_of(select("holitom", given([frame.repeat(2, 1, 1)], [keep], [(4, 4)]), inner=False), 0, 32)
         for target, group in groups.items():
-            for place in range(16):
-                mass = sum(part for i, part in group.items() if i % 16 == place)
-                assert mass == pytest.approx(sum(part for i, part in one[target].items() if i % 16 == place))
-    # Of one frame nothing is still: the best attended stay, and nothing is merged.
-    alone = select("holitom", given([frame], [5], [(4, 4)]), inner=False)
-    assert set(shares_of(alone, 0, 16)) == set(best(range(16), attention_of(frame)[0].tolist(), 5))
+            for patch in range(16):
+                mass = sum(part for i, part in group.items() if i % 16 == patch)
+                assert mass == pytest.approx(sum(part for i, part in reference[target].items() if i % 16 == patch))
+    # A single frame has no static tokens: the tokens with the highest attention are kept, without merging.
+    selection = select("holitom", given([frame], [5], [(4, 4)]), inner=False)
+    assert set(shares_of(selection, 0, 16)) == set(best(range(16), attention_of(frame)[0].tolist(), 5))
 
 
 def test_holitom_zero_vectors_are_similar_to_nothing() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Video mergers in models compute the same as merging the embeddings beforehand."""
+"""Video mergers inside a model match a model that gets merged embeddings."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from oracle import close, generate_logits, reduced, survivors
 from tests.unit.engine.test_oracle import compare_forward
 from zoo import FAMILIES, IMAGE, VIDEO, Family
 
-# Of these the tower's attention is known, too: positions on one axis with a newline behind the video, and on three
-# axes without and with features that the decoder's first layers add.
+# Families with readable tower attention: one position axis and a newline after the video (LLaVA-OneVision), and three
+# position axes, without or with features that the first decoder layers add (Qwen2.5-VL, Qwen3-VL).
 MODELS = {name: {**OTHERS, **FAMILIES}[name] for name in ("llava_onevision", "qwen2_5_vl", "qwen3_vl")}
 METHODS: dict[str, dict[str, Any]] = {
     "holitom": {"layer": 2}, "flashvid": {"layer": 2}, "ottvid": {}, "kitoke": {}, "framefusion": {},
     "fastvid": {}, "llava_scissor": {}, "prunevid": {"layer": 2}, "unipool": {"inner": 0.5},
 }  # fmt: skip
 BOTH = [
-    pytest.param(tokenprune.method(name, **options), id=f"{name}-{number}")
+    pytest.param(tokenprune.method(name, **options), id=f"{name}-{index}")
     for name, inner in METHODS.items()
-    for number, options in enumerate([inner, {"inner": False}] if inner else [{}])
+    for index, options in enumerate([inner, {"inner": False}] if inner else [{}])
 ]
 BOTH.append(pytest.param(tokenprune.method("sttm", layer=1), id="sttm"))
 
@@ -39,8 +39,8 @@ def family(request: pytest.FixtureRequest) -> Family:
 @pytest.mark.parametrize("method", BOTH)
 @torch.no_grad()
 def test_forward_matches_reference(method: tokenprune.Method, family: Family, build: Callable[..., Any]) -> None:
-    other = 5 if family.name == "llava_onevision" else 3  # whose videos are one tensor
-    inputs = family.make_inputs(images=(0, 0), video=(5, other))
+    num_frames = 5 if family.name == "llava_onevision" else 3  # LLaVA-OneVision stacks all videos
+    inputs = family.make_inputs(images=(0, 0), video=(5, num_frames))
     compare_forward(family, build(family), method, inputs, 0.4)
 
 
@@ -58,11 +58,11 @@ def test_generate_with_image_in_prompt(method: tokenprune.Method, family: Family
         want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
     close(got, want)
     alive = survivors(cuts[-1], length)
-    # The video stands first; LLaVA-OneVision has one id for both.
+    # The video comes first. LLaVA-OneVision has the same id for images and videos.
     video, image = inputs.counts[0]
-    places = ((inputs["input_ids"][0] == IMAGE) | (inputs["input_ids"][0] == VIDEO)).nonzero().flatten()
-    assert alive[0, places[video:]].all() and image == len(places) - video
-    assert 0 < alive[0, places[:video]].sum() < video
+    positions = ((inputs["input_ids"][0] == IMAGE) | (inputs["input_ids"][0] == VIDEO)).nonzero().flatten()
+    assert alive[0, positions[video:]].all() and image == len(positions) - video
+    assert 0 < alive[0, positions[:video]].sum() < video
 
 
 @pytest.mark.parametrize("name", [*METHODS, "sttm"])
@@ -83,13 +83,17 @@ DROPPING = [tokenprune.method(name) for name in VIDEO_METHODS if name not in (*M
 def test_question_does_not_change_first_cut(method: tokenprune.Method, build: Callable[..., Any]) -> None:
     family = MODELS["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(0,), video=6)
-    found = []
+    cuts_per_question = []
     for words in (range(100, 104), range(60, 64)):
-        asked = {**inputs, "input_ids": inputs["input_ids"].clone()}
-        asked["input_ids"][:, -4:] = torch.tensor([*words])
+        question = {**inputs, "input_ids": inputs["input_ids"].clone()}
+        question["input_ids"][:, -4:] = torch.tensor([*words])
         with tokenprune.patched(model, method, keep=0.5, record=True):
-            model(**asked)
-            found.append(tokenprune.stats(model).cuts)
-    one, other = found
-    assert one[0].kept == other[0].kept and one[0].sources == other[0].sources and one[0].weights == other[0].weights
-    assert len(one) == (2 if method.query_aware else 1)
+            model(**question)
+            cuts_per_question.append(tokenprune.stats(model).cuts)
+    first, second = cuts_per_question
+    assert (
+        first[0].kept == second[0].kept
+        and first[0].sources == second[0].sources
+        and first[0].weights == second[0].weights
+    )
+    assert len(first) == (2 if method.query_aware else 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods on videos in models select the same tokens as a loop over the unpatched model's embeddings."""
+"""Video methods in models select the same tokens as a loop over the unpatched model's embeddings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import tokenprune
 from basics import pieces
 from naive_video import NAIVE, THINNING, spread
 from tests.unit.methods.test_methods import naive_uniform
-from tests.unit.methods.test_methods_in_models import kept_of, look_inside
+from tests.unit.methods.test_methods_in_models import list_kept, look_inside
 from zoo import FAMILIES, IMAGE, VIDEO
 
-# Several videos in a prompt, of other lengths where the family allows it, images beside them, a row without video.
+# Several videos per prompt (of different lengths if the family supports it), images, and a row without videos.
 BATCHES: dict[str, dict[str, Any]] = {
     "qwen2_vl": dict(images=(1, 0, 1), video=([5, 3], 1, False)),
     "qwen2_5_vl": dict(images=(0, 2), video=(2, [3, 8]), padding="right"),
@@ -31,12 +31,12 @@ def test_models_match_loop(name: str, build) -> None:
     model, inputs = build(family), family.make_inputs(**BATCHES[name])
     embeds, _ = look_inside(family, model, inputs, 0)
     ids = inputs["input_ids"]
-    # Qwen's frames are grids of 2 x 2.
-    thin = spread if name == "llava_onevision" else lambda size, number: naive_uniform(number, (1, 2, 2))
+    # Frames of the Qwen families are grids of 2 x 2.
+    thin = spread if name == "llava_onevision" else lambda size, num_kept: naive_uniform(num_kept, (1, 2, 2))
     for method, naive in NAIVE.items():
-        kept, chosen = kept_of(model, inputs, method, 0.4), {"thin": thin} if method in THINNING else {}
-        for row, of_row in enumerate(pieces(family, inputs)):
-            for piece in of_row:
+        kept, chosen = list_kept(model, inputs, method, 0.4), {"thin": thin} if method in THINNING else {}
+        for row, row_pieces in enumerate(pieces(family, inputs)):
+            for piece in row_pieces:
                 if ids[row, piece[0]] == IMAGE:
                     assert kept[row] >= set(piece)
                     continue

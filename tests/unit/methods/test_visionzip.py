@@ -21,14 +21,14 @@ def select(tokens: VisualTokens, **options: Any) -> Selection:
 
 @pytest.mark.parametrize(("grid", "keep", "context"), [((24, 24), 64, 10), ((24, 24), 192, 30), ((48, 60), 320, 50)])
 def test_number_of_contextual_tokens_equals_the_paper(grid: tuple[int, int], keep: int, context: int) -> None:
-    into = select(tower_tokens([([grid], 0)], [keep])).assign[0].tolist()
-    assert len({to for i, to in enumerate(into) if to not in (i, -1)}) == context
+    targets = select(tower_tokens([([grid], 0)], [keep])).assign[0].tolist()
+    assert len({target for i, target in enumerate(targets) if target not in (i, -1)}) == context
 
 
 def test_contextual_token_averages_target_and_mean() -> None:
-    """With all tokens kept, features are unchanged, as for a target without members."""
+    """Dominant tokens and targets without members are unchanged, and all tokens if none are dropped."""
     tokens = tower_tokens([([(8, 8)], 0)], [24])
-    dominant, contextual, into = naive(tokens, 0)
+    dominant, contextual, targets = naive(tokens, 0)
     for options, weigh in (
         ({}, lambda x, members: (x + members.mean(0)) / 2),
         ({"centre": 0.8}, lambda x, members: 0.8 * x + 0.2 * members.mean(0)),
@@ -36,9 +36,9 @@ def test_contextual_token_averages_target_and_mean() -> None:
     ):
         out = merged(tokens, select(tokens, **options))[0]
         for target in contextual:
-            members = [i for i, j in into.items() if j == target]
+            members = [i for i, j in targets.items() if j == target]
             want = weigh(tokens.hidden[0, target], tokens.hidden[0, members]) if members else tokens.hidden[0, target]
             torch.testing.assert_close(out[target], want)
         assert torch.equal(out[dominant], tokens.hidden[0, dominant])
-    whole = tower_tokens([([(8, 8)], 0)], [64])
-    assert torch.equal(merged(whole, select(whole)), whole.hidden)
+    tokens_kept = tower_tokens([([(8, 8)], 0)], [64])
+    assert torch.equal(merged(tokens_kept, select(tokens_kept)), tokens_kept.hidden)
