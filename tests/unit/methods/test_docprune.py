@@ -73,7 +73,8 @@ def test_background_rules() -> None:
     assert int(method.keep_units(blank, 16).sum()) == 1
     assert tokenprune.method("docprune", threshold=1.0).keep_units(blank, 16).all()
     kept = method.keep_units(draw_page(), 10**6)[0]
-    assert kept[4].all() and kept[1:3, 1].all() and kept[3, 2] and int(kept.sum()) == 8  # a pixel of 16 is 0.94
+    # The share of the patch with one black pixel of 16 is 0.94.
+    assert kept[4].all() and kept[1:3, 1].all() and kept[3, 2] and int(kept.sum()) == 8
     closer = tokenprune.method("docprune", threshold=0.93)
     assert int(closer.keep_units(draw_page(), 10**6).sum()) == 8
     assert int(tokenprune.method("docprune", threshold=0.94).keep_units(draw_page(), 10**6).sum()) == 9

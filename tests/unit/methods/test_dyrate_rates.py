@@ -31,7 +31,7 @@ def compute_rate(image: list[float], keep: float = 0.5, **options: float) -> flo
 
 
 def test_attention_mass_rate() -> None:
-    assert compute_rate([0.4, 0.4, 0.4]) == compute_rate([0.4, 0.9]) == 0.5  # no fall: the rate of prefill
+    assert compute_rate([0.4, 0.4, 0.4]) == compute_rate([0.4, 0.9]) == 0.5  # no smaller mass: the rate of prefill
     assert compute_rate([0.4, 0.0], ema=0.0) == 0.9  # no image mass: k_min
     assert compute_rate([0.0, 0.0]) == 0.9 and compute_rate([0.0, 0.3]) == 0.5
     assert compute_rate([0.4, 0.2], ema=0.0) == 0.7  # 1 - (0.1 + 0.4 / 2)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """erase and `patch_entropy` against naive loops, on synthetic tokens and in models.
 
-Numbers in comments are invariants of the description.
+The numbers of invariants refer to the description.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def test_entropies_equal_naive_loop() -> None:
     tokens = [[tuple(draw.randrange(0, top) for _ in range(3)) for _ in range(64)] for top in (2, 9, 64, 256) * 4]
     assert compute_entropies(tokens) == pytest.approx([naive_entropy(token) for token in tokens], abs=1e-5)
     same = [(5, 6, 7)] * 64
-    assert compute_entropies([same, same]) == pytest.approx([0.0, 0.0], abs=1e-6)  # 1
+    assert compute_entropies([same, same]) == pytest.approx([0.0, 0.0], abs=1e-6)  # invariant 1
     halves = [(0, 0, 0)] * 32 + [(255, 255, 255)] * 32
     assert compute_entropies([halves]) == pytest.approx([math.log(2)], abs=1e-5)
-    for token in tokens:  # 2
+    for token in tokens:  # invariant 2
         shuffled = draw.sample(token, len(token))
         swapped = [(x, x, x) for x in (draw.choice((10, 20, 30)) for _ in range(64))]
         other = [({10: 200, 20: 10, 30: 90}[x],) * 3 for x, _, _ in swapped]
@@ -90,9 +90,9 @@ def test_first_stage_equals_naive_loop(share: float, ties: bool) -> None:
         assert got == [naive_first_cut(image, num_kept) for image, num_kept in zip(entropy, keep, strict=True)]
         levels |= {naive_level(image) for image in entropy}
     assert levels == {0, 1, 2, 3}
-    assert select_first([[0.0] * 10], [2])[0] == [[0, 1, 2, 3]]  # 1
+    assert select_first([[0.0] * 10], [2])[0] == [[0, 1, 2, 3]]  # invariant 1
     sizes = [len(select_first([[median] * 20], [2])[0][0]) for median in (0.5, 1.5, 2.5, 3.5)]
-    assert sizes == sorted(sizes) == [8, 10, 14, 18]  # 4
+    assert sizes == sorted(sizes) == [8, 10, 14, 18]  # invariant 4
     assert len(select_first([[3.0] * 20], [2])[0][0]) == 14  # the threshold itself is not exceeded
 
 

@@ -249,7 +249,7 @@ def test_invalid_setups_are_rejected(build) -> None:
     assert "With threshold, the content decides the count" in find_unserved_reason(
         tokenprune.method("saint", threshold=0.7)
     )
-    with pytest.raises(OptionError, match="layer=2 is not read: the model reads 2 blocks"):  # not the last one
+    with pytest.raises(OptionError, match="layer=2 is not read: the model reads 2 blocks"):  # the last block
         tokenprune.patch(build(FAMILIES["llava"]), "saint", layer=2)
     with pytest.raises(UnsupportedSetupError, match="where the visual token of each patch is not known"):
         tokenprune.patch(build(MORE["lfm2_vl"]), "saint")

@@ -40,7 +40,7 @@ def test_models_match_loop(name: str, build) -> None:
                 if ids[row, piece[0]] == IMAGE:
                     assert kept[row] >= set(piece)
                     continue
-                newline = len(piece) % 4  # of LLaVA-OneVision
+                newline = len(piece) % 4  # LLaVA-OneVision has a newline after a video
                 frames = embeds[row, piece[: len(piece) - newline]].unflatten(0, (-1, 4))
                 keep = max(1, round(0.4 * len(piece)))
                 want = [4 * t + p for t, p in naive(frames.double(), max(1, keep - newline), **chosen)]

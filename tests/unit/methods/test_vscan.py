@@ -350,7 +350,7 @@ def test_questions_and_sites(family: Family, model) -> None:
 
 
 COMPOSED = [
-    (["vscan", tokenprune.method("fastv", layer=3)], [0.4, 0.6]),  # fastv reads layer 2, where vscan cuts by itself
+    (["vscan", tokenprune.method("fastv", layer=3)], [0.4, 0.6]),  # fastv reads layer 2, where vscan cuts by default
     # fastv cuts before the layer that stage 2 reads.
     ([tokenprune.method("fastv", layer=1), "vscan"], [0.6, 0.4]),
     ([tokenprune.method("vscan", stage2=False), "dart"], 0.5),

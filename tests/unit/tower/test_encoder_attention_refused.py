@@ -19,7 +19,7 @@ from zoo import FAMILIES, IMAGE, TEXT
 
 
 def test_unsupported_setups_raise(build) -> None:
-    """Every pair of the suite's methods and families, so that no test passes by skipping a pair."""
+    """Check every pair of methods and families of the suite, so that no test passes by skipping a pair."""
     refused = set()
     for family in FAMILIES.values():
         for method in MODEL_METHODS:

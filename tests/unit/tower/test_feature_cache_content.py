@@ -253,6 +253,6 @@ def test_entries_of_replaced_weights_are_not_stored() -> None:
     cache.keep("old weights", b"image", Entry(1))  # the tower was still running
     assert cache.find([b"image"]) == {} and cache.counts().not_kept == 1
     cache.keep("new weights", b"image", Entry(4))
-    cache.keep("new weights", b"image", Entry(3))  # by two threads
+    cache.keep("new weights", b"image", Entry(3))  # two threads encoded the image
     assert cache.counts().bytes == 3 and list(cache.find([b"image"])) == [b"image"]
     assert (cache.counts().hits, cache.counts().misses) == (2, 2)

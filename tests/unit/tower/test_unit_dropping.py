@@ -159,7 +159,7 @@ def test_images_without_repetition_are_unchanged(name: str, build) -> None:
     want = model(**inputs).logits
     with tokenprune.patched(model, "pixelprune", keep=1.0):
         assert torch.equal(model(**inputs).logits, want)
-    with tokenprune.patched(model, "pixelprune", keep=10**4):  # more than any image has, so no limit
+    with tokenprune.patched(model, "pixelprune", keep=10**4):  # more units than any image has
         assert not torch.equal(model(**inputs).logits, want)
 
 
