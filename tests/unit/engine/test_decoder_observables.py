@@ -207,14 +207,14 @@ def check(actual: Any, family: Family, model: Any, inputs: Any, want: Any) -> No
         )
         close(actual.first_layer_scores[s, :, :count], scores)
         assert not actual.first_layer_scores[s, :, count:].any()
-        for visual, text_mine, maps in (
+        for visual, text_maps, maps in (
             (actual.text_attention, actual.text["attention"], before),
             (actual.next_text_attention, actual.text["next_attention"], after),
         ):
             close(visual[s][:, text_slots][..., :count], maps[:, text_index][..., visual_index])
-            close(text_mine[s][:, text_slots][..., text_slots], maps[:, text_index][..., text_index])
+            close(text_maps[s][:, text_slots][..., text_slots], maps[:, text_index][..., text_index])
             assert not visual[s][:, ~text_slots].any() and not visual[s][..., count:].any()
-            assert not text_mine[s][:, ~text_slots].any() and not text_mine[s][..., ~text_slots].any()
+            assert not text_maps[s][:, ~text_slots].any() and not text_maps[s][..., ~text_slots].any()
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])

@@ -72,11 +72,14 @@ def test_best_match_with_ties_bad_vectors_and_nothing_allowed(kernel_device: tor
     for case in cases:
         want = best_match.reference(x, x, **case)
         case_on_device = {k: v.to(kernel_device) if isinstance(v, Tensor) else v for k, v in case.items()}
-        x_on = x.to(kernel_device)
-        check_match(best_match.triton(x_on, x_on, **case_on_device, blocks=(16, 16, 16), parts=parts), want)
+        x_on_device = x.to(kernel_device)
+        check_match(
+            best_match.triton(x_on_device, x_on_device, **case_on_device, blocks=(16, 16, 16), parts=parts), want
+        )
     # Views of every second token.
     check_match(
-        best_match.triton(x_on[:, ::2], x_on[:, 1::2], blocks=(16, 16, 16)), best_match.reference(x[:, ::2], x[:, 1::2])
+        best_match.triton(x_on_device[:, ::2], x_on_device[:, 1::2], blocks=(16, 16, 16)),
+        best_match.reference(x[:, ::2], x[:, 1::2]),
     )
 
 
