@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that see fewer visual tokens, of the same weights or of a smaller model: the answer is the target's own."""
+"""Draft models with fewer visual tokens: generation returns the answer of the target."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from tokenprune import (
 )
 from zoo import FAMILIES, Family, tower
 
-# One at each site, some that read the tower or act in it, one that goes on while decoding, and a stack.
+# One method per site, methods that read the tower or change it, a method that drops tokens while decoding, and a
+# stack.
 METHODS = ["divprune", "fastv", "vscan", "visionzip", "pool", "tome", "dyrate", ["divprune", "fastv"]]
 NAMES = ["llava", "qwen2_5_vl", "gemma3"]
 
 
-# -- what comes out ------------------------------------------------------------------------------------------------
+# -- answers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda one: one if isinstance(one, str) else "+".join(one))
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method if isinstance(method, str) else "+".join(method))
 @pytest.mark.parametrize("name", NAMES)
 def test_the_answer_is_the_targets_own(name: str, method: Any, build) -> None:
     skip_refused(name, method if isinstance(method, str) else None)
@@ -62,7 +63,7 @@ PROMPTS = {
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("name", ["llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_a_draft_that_sees_all_is_always_right(name: str, prompt: str, build) -> None:
-    """With keep=1.0 it is the target, if it gets all that the target gets: images, videos, positions."""
+    """With keep=1.0 every draft token is accepted, so the draft receives all images, videos and positions."""
     family = FAMILIES[name]
     if prompt.startswith("video") and family.video is None:
         pytest.skip(f"{name} takes no video")
@@ -75,8 +76,8 @@ def test_a_draft_that_sees_all_is_always_right(name: str, prompt: str, build) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_us_a_draft_is_blind(name: str, build) -> None:
-    """The fault of transformers that `assistant` mends: when this fails, look whether the shim is still needed."""
+def test_transformers_passes_no_images_to_drafts(name: str, build) -> None:
+    """transformers passes no images to a draft. If this fails, check whether `assistant` is still needed."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(only=0)
     draft = copy.deepcopy(model)
@@ -86,14 +87,16 @@ def test_without_us_a_draft_is_blind(name: str, build) -> None:
     assert len(lengths) > 3
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own weights"])
+@pytest.mark.parametrize("separate_weights", [False, True], ids=["shared", "own weights"])
 @pytest.mark.parametrize("method", ["pool", "fastv", "visionzip", "vidcom2"])
-def test_the_draft_keeps_what_a_patch_would_keep(method: str, own: bool, build) -> None:
+def test_the_draft_keeps_what_a_patch_would_keep(method: str, separate_weights: bool, build) -> None:
     model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, images=(1,), video=True)
     with tokenprune.patched(model, method, keep=0.3, record=True):
         model.generate(**inputs, max_new_tokens=2)
         want = tokenprune.stats(model)
-    with helped(model, method, draft=copy.deepcopy(model) if own else None, keep=0.3, record=True) as assistant:
+    with helped(
+        model, method, draft=copy.deepcopy(model) if separate_weights else None, keep=0.3, record=True
+    ) as assistant:
         model.generate(**inputs, max_new_tokens=STEPS, assistant_model=assistant)
         got = tokenprune.stats(assistant)
     assert got.cuts and [cut.kept for cut in got.cuts] == [cut.kept for cut in want.cuts]
@@ -102,7 +105,7 @@ def test_the_draft_keeps_what_a_patch_would_keep(method: str, own: bool, build) 
 
 @pytest.mark.parametrize("name", [*NAMES, "smolvlm"])
 def test_a_target_that_is_patched_later_and_keeps_its_images(name: str, build) -> None:
-    """An image that was found again is one that the draft can encode, whichever was asked for first."""
+    """Target and draft both encode an image that is in the feature cache."""
     model, inputs = FAMILIES[name].prepare(build, only=0)
     plain = model.generate(**inputs, max_new_tokens=STEPS)
     with helped(model, "vscan" if name == "llava" else "divprune", keep=0.3) as assistant:
@@ -134,29 +137,33 @@ def test_sampling(build) -> None:
     with helped(model, "divprune", keep=0.3) as assistant:
         got = model.generate(**inputs, max_new_tokens=STEPS, do_sample=True, top_k=1, assistant_model=assistant)
         torch.manual_seed(0)
-        free = model.generate(**inputs, max_new_tokens=STEPS, do_sample=True, assistant_model=assistant)
-    assert torch.equal(got, want) and free.shape == want.shape
+        sampled = model.generate(**inputs, max_new_tokens=STEPS, do_sample=True, assistant_model=assistant)
+    assert torch.equal(got, want) and sampled.shape == want.shape
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"), [("fastv", "divprune"), ("divprune", "divprune"), ("tome", "fastv"), ("dyrate", "divprune")]
+    ("target_method", "draft_method"),
+    [("fastv", "divprune"), ("divprune", "divprune"), ("tome", "fastv"), ("dyrate", "divprune")],
 )
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_a_patched_target(name: str, theirs: str, ours: str, build) -> None:
+def test_a_patched_target(name: str, target_method: str, draft_method: str, build) -> None:
     model, inputs = FAMILIES[name].prepare(build, only=0)
-    with tokenprune.patched(model, theirs, **settings(model, theirs, inputs)):
+    with tokenprune.patched(model, target_method, **settings(model, target_method, inputs)):
         want, tokens, _ = generate_logits(model, inputs, STEPS)
-        before, was = tokenprune.stats(model), snapshot(model)
-        with helped(model, ours, keep=0.3) as assistant:
+        before, snapshot_before = tokenprune.stats(model), snapshot(model)
+        with helped(model, draft_method, keep=0.3) as assistant:
             got, assisted, _ = generate_logits(model, inputs, STEPS, assistant_model=assistant)
-            after, seen = tokenprune.stats(model), tokenprune.stats(assistant) if theirs != "dyrate" else None
+            after, draft_stats = (
+                tokenprune.stats(model),
+                tokenprune.stats(assistant) if target_method != "dyrate" else None,
+            )
         assert torch.equal(assisted, tokens)
         close(got, want)
         assert after.visual_tokens_per_layer == before.visual_tokens_per_layer
         assert after.decode_kept == before.decode_kept
-        if seen is not None:
-            assert seen.visual_tokens_per_layer != after.visual_tokens_per_layer or theirs == ours
-        assert same(model, was)
+        if draft_stats is not None:
+            assert draft_stats.visual_tokens_per_layer != after.visual_tokens_per_layer or target_method == draft_method
+        assert same(model, snapshot_before)
 
 
 def test_two_threads(build) -> None:
@@ -168,10 +175,10 @@ def test_two_threads(build) -> None:
         return model.generate(**inputs, max_new_tokens=STEPS, assistant_model=assistant)
 
     with helped(model, "divprune", keep=0.3) as assistant:
-        alone = [answer(inputs) for inputs in prompts[:2]]
+        sequential = [answer(inputs) for inputs in prompts[:2]]
         with ThreadPoolExecutor(2) as pool:
-            together = list(pool.map(answer, prompts))
-    for got, want in zip(together, alone * 3, strict=True):
+            concurrent = list(pool.map(answer, prompts))
+    for got, want in zip(concurrent, sequential * 3, strict=True):
         assert torch.equal(got, want)
 
 
@@ -183,7 +190,7 @@ def test_the_assistant_alone_is_a_patched_model(build) -> None:
         assert torch.equal(assistant.generate(**inputs, max_new_tokens=STEPS), want)
 
 
-# -- what it takes -------------------------------------------------------------------------------------------------
+# -- costs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("method", "runs"), [("divprune", 1), ("fastv", 1), ("visionzip", 2), ("tome", 2)])
@@ -199,42 +206,49 @@ def test_all_weights_are_shared_and_nothing_else() -> None:
     model = family.build()
     with helped(model, "divprune", keep=0.3) as assistant:
         storages = [
-            {tensor.untyped_storage().data_ptr() for tensor in (*one.parameters(), *one.buffers()) if tensor.numel()}
-            for one in (model, assistant)
+            {
+                tensor.untyped_storage().data_ptr()
+                for tensor in (*module.parameters(), *module.buffers())
+                if tensor.numel()
+            }
+            for module in (model, assistant)
         ]
         assert storages[0] == storages[1]
         assert not set(map(id, model.modules())) & set(map(id, assistant.modules()))
         assert assistant.config is not model.config
         assert assistant.generation_config is not model.generation_config
-        with torch.no_grad():  # what trains the one trains the other
+        with torch.no_grad():  # a training step of the target changes the assistant
             model.lm_head.weight.add_(1)
         assert torch.equal(assistant.lm_head.weight, model.lm_head.weight)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_target_is_not_touched(name: str, build) -> None:
-    """While there is an assistant, some of its methods are wrapped; its hooks and configs are as they were. Then
-    nothing is left, whether the assistant is unpatched or dropped."""
+    """An assistant wraps only methods of its target, and leaves no trace once it is unpatched or collected."""
     model, inputs = FAMILIES[name].prepare(build, only=0)
     model.generate(**inputs, max_new_tokens=2)
-    was, settings_were = snapshot(model), model.generation_config.to_dict()
+    before, settings_before = snapshot(model), model.generation_config.to_dict()
     with helped(model, "fastv", keep=0.3) as assistant:
         model.generate(**inputs, max_new_tokens=4, assistant_model=assistant)
-        now = snapshot(model)
-        changed = {key for key in now.keys() | was.keys() if now.get(key) != was.get(key) and "rope_deltas" not in key}
+        after = snapshot(model)
+        changed = {
+            key
+            for key in after.keys() | before.keys()
+            if after.get(key) != before.get(key) and "rope_deltas" not in key
+        }
         names = {key.rpartition(".")[2] for key in changed}
         assert names <= {"_tokenprune_wrapped", "_get_candidate_generator", "get_image_features", "get_video_features"}
-        assert model.generation_config.to_dict() == settings_were
-    assert same(model, was)
-    left = set(vars(assistant)) | {name for module in assistant.modules() for name in vars(module)}
-    assert not [name for name in left if "tokenprune" in name]
+        assert model.generation_config.to_dict() == settings_before
+    assert same(model, before)
+    remaining_names = set(vars(assistant)) | {name for module in assistant.modules() for name in vars(module)}
+    assert not [name for name in remaining_names if "tokenprune" in name]
     with pytest.raises(NotPatchedError):
         tokenprune.stats(assistant)
     dropped = tokenprune.assistant(model, "fastv", keep=0.3)
-    assert not same(model, was)
+    assert not same(model, before)
     del dropped
     gc.collect()
-    assert same(model, was)
+    assert same(model, before)
 
 
 def test_an_assistant_of_a_model_that_has_one(build) -> None:
@@ -242,15 +256,15 @@ def test_an_assistant_of_a_model_that_has_one(build) -> None:
     want = model.generate(**inputs, max_new_tokens=STEPS)
     with helped(model, "divprune", keep=0.3) as first:
         with helped(model, "fastv", keep=0.2) as second:
-            for one in (first, second):
-                assert torch.equal(model.generate(**inputs, max_new_tokens=STEPS, assistant_model=one), want)
+            for assistant in (first, second):
+                assert torch.equal(model.generate(**inputs, max_new_tokens=STEPS, assistant_model=assistant), want)
         tokenprune.patch(second, "divprune", keep=0.3)
         tokenprune.unpatch(second)
         assert not [name for module in second.modules() for name in vars(module) if "tokenprune" in name]
         assert torch.equal(model.generate(**inputs, max_new_tokens=STEPS, assistant_model=first), want)
 
 
-def test_another_patch_of_the_assistant_for_a_while(build) -> None:
+def test_temporary_patch_of_the_assistant(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     with helped(model, "divprune", keep=1.0) as assistant:
@@ -267,19 +281,19 @@ def test_another_patch_of_the_assistant_for_a_while(build) -> None:
 def test_a_smaller_draft(method: str, build) -> None:
     family = FAMILIES["llava"]
     model, draft, inputs = build(family), small_llava(), family.make_inputs(images=(2,))
-    draft.generate(**inputs, max_new_tokens=2)  # transformers installs hooks of its own on first use
-    want, was = model.generate(**inputs, max_new_tokens=STEPS), snapshot(draft)
+    draft.generate(**inputs, max_new_tokens=2)  # transformers installs hooks on first use
+    want, before = model.generate(**inputs, max_new_tokens=STEPS), snapshot(draft)
     assert tokenprune.assistant(model, method, draft=draft, keep=0.3) is draft
     assert tower_runs(model, family, inputs, draft) == 2
     got = model.generate(**inputs, max_new_tokens=STEPS, assistant_model=draft)
     assert tokenprune.stats(draft).visual_tokens_in == sum(map(sum, inputs.counts))
     tokenprune.unpatch(draft)
-    assert torch.equal(got, want) and same(draft, was)
+    assert torch.equal(got, want) and same(draft, before)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
 def test_a_draft_with_weights_of_its_own_sees_what_the_target_sees(name: str, build) -> None:
-    """One that is equal to the target, and told nothing of that, is always right."""
+    """The target accepts every token of an equal draft, although they share no weights."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2,))
     with helped(model, "divprune", draft=copy.deepcopy(model), keep=1.0) as draft:
@@ -287,30 +301,30 @@ def test_a_draft_with_weights_of_its_own_sees_what_the_target_sees(name: str, bu
     assert len(lengths) == 3
 
 
-def test_a_draft_in_other_numbers(build) -> None:
+def test_draft_of_another_dtype(build) -> None:
     model, inputs = FAMILIES["llava"].prepare(build, only=0)
-    want, seen = model.generate(**inputs, max_new_tokens=STEPS), []
+    want, arguments = model.generate(**inputs, max_new_tokens=STEPS), []
     draft = draft_of(model).to(torch.bfloat16)
 
-    def note(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        seen.extend([*args, *kwargs.values()])
+    def record(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        arguments.extend([*args, *kwargs.values()])
 
-    draft.model.vision_tower.register_forward_pre_hook(note, with_kwargs=True)
+    draft.model.vision_tower.register_forward_pre_hook(record, with_kwargs=True)
     with helped(model, "divprune", draft=draft, keep=0.5):
         assert torch.equal(model.generate(**inputs, max_new_tokens=STEPS, assistant_model=draft), want)
-    assert [one.dtype for one in seen if isinstance(one, torch.Tensor)] == [torch.bfloat16]
+    assert [argument.dtype for argument in arguments if isinstance(argument, torch.Tensor)] == [torch.bfloat16]
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- refused arguments ---------------------------------------------------------------------------------------------
 
 
-def other_vocabulary() -> Any:
+def make_other_vocabulary() -> Any:
     draft = small_llava()
     draft.resize_token_embeddings(168)
     return draft
 
 
-def other_patches() -> Any:
+def make_other_patches() -> Any:
     family = FAMILIES["llava"]
     config = family.config | {"vision_config": tower("clip_vision_model", 32)}
     return Family("llava", config, family.image, family.sizes).build()
@@ -320,28 +334,28 @@ REFUSED = {
     "pixels": (dict(method="downsample", keep=0.5), OptionError, "acts on pixels"),
     "unknown": (dict(method="prune", keep=0.5), UnknownMethodError, "prune"),
     "option": (dict(method="divprune", keep=0.5, colour=1), OptionError, "colour"),
-    "vocabulary": (dict(draft=other_vocabulary), OptionError, "160 token ids and the draft 168"),
-    "patches": (dict(draft=other_patches), OptionError, "image_size"),
+    "vocabulary": (dict(draft=make_other_vocabulary), OptionError, "160 token ids and the draft 168"),
+    "patches": (dict(draft=make_other_patches), OptionError, "image_size"),
     "timm": (dict(draft=lambda: nn.Linear(2, 2)), UnsupportedModelError, "Linear"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_help_is_refused(case: str, build) -> None:
+def test_unsupported_drafts_are_refused(case: str, build) -> None:
     family = FAMILIES["llava"]
     model = build(family)
     arguments, error, text = REFUSED[case]
     draft = arguments["draft"]() if "draft" in arguments else None
-    was, draft_was = snapshot(model), None if draft is None else snapshot(draft)
+    before, draft_before = snapshot(model), None if draft is None else snapshot(draft)
     with pytest.raises(error, match=text):
         tokenprune.assistant(model, **(arguments | {"draft": draft}))
-    assert same(model, was) and (draft is None or same(draft, draft_was))
+    assert same(model, before) and (draft is None or same(draft, draft_before))
 
 
-def test_more_that_is_refused(build, monkeypatch) -> None:
+def test_other_unsupported_calls_are_refused(build, monkeypatch) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
-    was = snapshot(model)
+    before = snapshot(model)
     with pytest.raises(OptionError, match="leave it out"):
         tokenprune.assistant(model, draft=model)
     with pytest.raises(AlreadyPatchedError):
@@ -358,7 +372,7 @@ def test_more_that_is_refused(build, monkeypatch) -> None:
         with pytest.raises(UnsupportedSetupError, match="version"):
             tokenprune.assistant(model, "divprune", draft=small)
         assert not tokenprune.is_patched(small)
-    assert same(model, was)
+    assert same(model, before)
     with helped(model, "divprune", keep=0.3) as assistant:
         with pytest.raises(ValueError, match="batch_size = 1"):
             model.generate(**family.make_inputs(), max_new_tokens=4, assistant_model=assistant)
@@ -376,4 +390,4 @@ def test_more_that_is_refused(build, monkeypatch) -> None:
         rest = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         with pytest.raises(UnsupportedSetupError, match="pixels"):
             model.generate(**rest, mm_encoder_outputs=encoded, max_new_tokens=4, assistant_model=assistant)
-    assert same(model, was)
+    assert same(model, before)

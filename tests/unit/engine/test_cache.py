@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches that outlive the call that filled them: later turns, copies, interleaved use, cropping."""
+"""Caches used after the call that filled them: later turns, copies, interleaved use, cropping."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_second_turn(method: Any, batch: dict, family: Family, model) -> None:
 @torch.no_grad()
 def prefill(model: Any, inputs: Any) -> tuple[Any, Tensor]:
     out = model(**inputs, past_key_values=DynamicCache(config=model.config.get_text_config()))
-    # Qwen's base model keeps the shift of its last prompt's positions on itself; here prompts take turns.
+    # Qwen's base model stores the position shift of its last prompt, and prompts alternate here.
     inputs.shift = getattr(model.model, "rope_deltas", None)
     return out.past_key_values, out.logits[:, -1]
 
 
 @torch.no_grad()
 def steps(model: Any, inputs: Any, cache: Any, tokens: Tensor, done: int = 0) -> Tensor:
-    """Feed `tokens` one by one behind a prefilled prompt; logits `[B, T, V]`."""
+    """Feed `tokens` one by one after a prefilled prompt and return logits `[B, T, V]`."""
     logits, mask, shift = [], inputs["attention_mask"], getattr(inputs, "shift", None)
     for step in range(done, tokens.shape[1]):
         call = {"attention_mask": torch.nn.functional.pad(mask, (0, step + 1), value=1), "past_key_values": cache}
@@ -57,15 +57,15 @@ def steps(model: Any, inputs: Any, cache: Any, tokens: Tensor, done: int = 0) ->
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 def test_copies_of_a_cache(method: Any, family: Family, model) -> None:
     inputs = family.make_inputs(images=(1, 2))
-    one, two = words(2, 3, seed=1), words(2, 4, seed=2)
+    first_text, second_text = words(2, 3, seed=1), words(2, 4, seed=2)
 
     def run() -> list[Tensor]:
         cache, first = prefill(model, inputs)
         copies = copy.deepcopy(cache), copy.deepcopy(cache)
-        results = [steps(model, inputs, copies[0], one), steps(model, inputs, copies[1], two)]
+        results = [steps(model, inputs, copies[0], first_text), steps(model, inputs, copies[1], second_text)]
         assert cache.get_seq_length() == inputs["input_ids"].shape[1]
         assert [c.get_seq_length() - cache.get_seq_length() for c in copies] == [3, 4]
-        return [first, *results, steps(model, inputs, cache, two)]
+        return [first, *results, steps(model, inputs, cache, second_text)]
 
     with tokenprune.patched(model, method, keep=0.4, record=True):
         got = run()
@@ -83,19 +83,19 @@ def test_interleaved_caches(method: Any, family: Family, model) -> None:
     jobs = [family.make_inputs(images=(1, 2)), family.make_inputs(images=(2, 0), seed=3)]
     text = words(2, 3)
     with tokenprune.patched(model, method, keep=0.4):
-        alone = [steps(model, job, prefill(model, job)[0], text) for job in jobs]
+        sequential = [steps(model, job, prefill(model, job)[0], text) for job in jobs]
         caches = [prefill(model, job)[0] for job in jobs]
-        mixed: list[list[Tensor]] = [[], []]
+        interleaved: list[list[Tensor]] = [[], []]
         for step in range(3):
             for index, job in enumerate(jobs):
-                mixed[index].append(steps(model, job, caches[index], text[:, : step + 1], done=step))
-    for got, want in zip(mixed, alone, strict=True):
+                interleaved[index].append(steps(model, job, caches[index], text[:, : step + 1], done=step))
+    for got, want in zip(interleaved, sequential, strict=True):
         assert torch.equal(torch.cat(got, 1), want)
 
 
 @torch.no_grad()
 def test_a_cache_remembers_its_own_cuts(family: Family, model) -> None:
-    """What a cache lost was decided when it was filled; another patch when it is used again changes nothing."""
+    """The cuts of a cache are fixed when it is filled; a later patch does not change them."""
     inputs, text = family.make_inputs(images=(1, 2)), words(2, 3)
     with tokenprune.patched(model, "fastv", keep=0.4):
         cache, _ = prefill(model, inputs)
@@ -123,11 +123,11 @@ def test_crop(method: Any, family: Family, model) -> None:
         assert torch.equal(steps(model, inputs, cache, text, done=2), want[:, 2:])
         cache.crop(0 if CROP_TAKES_REMOVED_COUNT else length + 4)
         assert cache.get_seq_length() == length + 4
-        held = [layer.keys.shape[-2] for layer in cache.layers]
+        lengths = [layer.keys.shape[-2] for layer in cache.layers]
         for remove in (-(4 + 20), -(length + 4)):
             with pytest.raises(UnsupportedSetupError, match="pruned"):
                 cache.crop(remove)
-        assert [layer.keys.shape[-2] for layer in cache.layers] == held
+        assert [layer.keys.shape[-2] for layer in cache.layers] == lengths
         assert cache.get_seq_length() == length + 4
         cache.crop(-4)
         assert torch.equal(steps(model, inputs, cache, text), want)

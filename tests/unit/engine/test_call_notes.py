@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes about calls that prune something else than the caller may expect, and the thread and call of statistics."""
+"""Notes about calls that prune less than expected, and the thread and call of statistics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pruned import run_pruned
 from zoo import FAMILIES, Family
 
 
-def merged_by_the_caller(model: Any, family: Family, inputs: Any) -> dict[str, Any]:
-    """Embeddings with the features of images in the place of placeholders."""
+def merge_features(model: Any, family: Family, inputs: Any) -> dict[str, Any]:
+    """Return embeddings with image features at the placeholders."""
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     features = model.model.get_image_features(inputs["pixel_values"]).pooler_output
     features = torch.cat(list(features)).view(-1, embeds.shape[-1])
@@ -27,7 +27,7 @@ def merged_by_the_caller(model: Any, family: Family, inputs: Any) -> dict[str, A
     }
 
 
-def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+def list_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "tokenprune"]
 
 
@@ -37,21 +37,21 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_features_that_the_caller_merged_are_not_pruned(name: str, method: str, build, caplog) -> None:
     family = FAMILIES[name]
     model = build(family)
-    embeds = merged_by_the_caller(model, family, family.make_inputs())
+    embeds = merge_features(model, family, family.make_inputs())
     want, answer = model(**embeds).logits, model.generate(**embeds, max_new_tokens=3)
     with tokenprune.patched(model, method, keep=0.3):
         assert torch.equal(model(**embeds).logits, want)
         assert torch.equal(model.generate(**embeds, max_new_tokens=3), answer)
         (note,) = tokenprune.stats(model).notes
         assert "no tokens were pruned" in note and "pixel_values" in note
-        assert logged(caplog) == [note]
+        assert list_messages(caplog) == [note]
         model(**family.make_inputs())  # with pixels
         model(input_ids=torch.full((1, 4), 30))  # text
         assert not tokenprune.stats(model).notes
-    with tokenprune.patched(model, method, keep=1.0):  # nothing would be
+    with tokenprune.patched(model, method, keep=1.0):  # keep=1.0 drops no tokens
         model(**embeds)
         assert not tokenprune.stats(model).notes
-    assert logged(caplog) == [note]
+    assert list_messages(caplog) == [note]
 
 
 @torch.no_grad()
@@ -61,21 +61,21 @@ def test_embeddings_of_placeholders_beside_pixels_are_pruned(build, caplog) -> N
     with tokenprune.patched(model, "divprune", keep=0.5):
         model(**inputs)
         assert tokenprune.stats(model).keep_ratio == 0.5 and not tokenprune.stats(model).notes
-    assert not logged(caplog)
+    assert not list_messages(caplog)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 @torch.no_grad()
 def test_without_a_cache_each_step_chooses_anew(name: str, build, caplog) -> None:
-    """By the last token, which is then the one written last; a method that reads no question chooses the same."""
+    """The last token is new in each step; a method that ignores the question keeps the same tokens."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs()
     for method in ("divprune", "fastv"):
-        seen: list[list[int]] = []
+        kept_per_step: list[list[int]] = []
 
-        def note_cut(*_: Any, seen: list[list[int]] = seen) -> None:
+        def note_cut(*_: Any, kept_per_step: list[list[int]] = kept_per_step) -> None:
             visual = family.visual_mask(model, inputs)[0].nonzero()[:, 0].tolist()
-            seen.append([place for place in tokenprune.stats(model).cuts[0].kept[0] if place in visual])
+            kept_per_step.append([index for index in tokenprune.stats(model).cuts[0].kept[0] if index in visual])
 
         with tokenprune.patched(model, method, keep=0.3, record=True):
             model(**inputs, use_cache=False)
@@ -83,14 +83,14 @@ def test_without_a_cache_each_step_chooses_anew(name: str, build, caplog) -> Non
             with model.register_forward_hook(note_cut):
                 model.generate(**inputs, max_new_tokens=4, use_cache=False)
             notes = tokenprune.stats(model).notes
-        assert len(seen) == 4
-        assert (seen[1:] == seen[:1] * 3) is (method == "divprune")
+        assert len(kept_per_step) == 4
+        assert (kept_per_step[1:] == kept_per_step[:1] * 3) is (method == "divprune")
         assert [("fastv" in note and "use_cache=True" in note) for note in notes] == [True] * (method == "fastv")
-    assert logged(caplog) == notes
+    assert list_messages(caplog) == notes
 
 
-def kept_visual(model: Any, family: Family, inputs: Any) -> list[list[int]]:
-    """The visual tokens of each row that the last cut kept, counted from the row's first visual token."""
+def list_kept_visual(model: Any, family: Family, inputs: Any) -> list[list[int]]:
+    """Return the visual tokens kept by the last cut, per row and from the row's first visual token."""
     rows = []
     for visual, kept in zip(family.visual_mask(model, inputs), tokenprune.stats(model).cuts[-1].kept, strict=True):
         first = int(visual.nonzero()[0])
@@ -101,25 +101,25 @@ def kept_visual(model: Any, family: Family, inputs: Any) -> list[list[int]]:
 @pytest.mark.parametrize("method", ["dart", "ivc_prune"])
 @torch.no_grad()
 def test_left_padding_without_position_ids_is_noted(method: str, build, caplog) -> None:
-    """Keys are rotated by positions, which then count the padding. `position_ids` or `generate` take it out."""
+    """Rotated keys then count the padding; `position_ids` or `generate` exclude it."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(rows=3, images=1)
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     with tokenprune.patched(model, method, keep=0.3, record=True):
         unpadded = []
         for row in range(3):
-            alone = family.make_inputs(rows=3, images=1, only=row)
-            model(**alone)
+            row_inputs = family.make_inputs(rows=3, images=1, only=row)
+            model(**row_inputs)
             assert not tokenprune.stats(model).notes
-            unpadded += kept_visual(model, family, alone)
+            unpadded += list_kept_visual(model, family, row_inputs)
         model(**inputs)
         (note,) = tokenprune.stats(model).notes
-        assert note.startswith(method) and "position_ids" in note and logged(caplog) == [note]
-        assert kept_visual(model, family, inputs) != unpadded
+        assert note.startswith(method) and "position_ids" in note and list_messages(caplog) == [note]
+        assert list_kept_visual(model, family, inputs) != unpadded
         model(**inputs, position_ids=positions)
-        assert not tokenprune.stats(model).notes and kept_visual(model, family, inputs) == unpadded
+        assert not tokenprune.stats(model).notes and list_kept_visual(model, family, inputs) == unpadded
         model.generate(**inputs, max_new_tokens=2)
-        assert not tokenprune.stats(model).notes and kept_visual(model, family, inputs) == unpadded
+        assert not tokenprune.stats(model).notes and list_kept_visual(model, family, inputs) == unpadded
         model(**family.make_inputs(rows=3, images=1, padding="right"))
         assert not tokenprune.stats(model).notes
 
@@ -152,14 +152,14 @@ def test_guidance_keeps_the_statistics_of_the_images(method: str, build) -> None
 @torch.no_grad()
 def test_each_thread_sees_its_own_last_call(build) -> None:
     model, prompts = build(LLAVA), [LLAVA.make_inputs(images=(count,)) for count in (1, 2, 3)]
-    seen: list[int] = [0] * len(prompts)
-    ran = threading.Barrier(len(prompts))
+    counts: list[int] = [0] * len(prompts)
+    barrier = threading.Barrier(len(prompts))
 
     def run(index: int) -> None:
         with torch.no_grad():
             model.generate(**prompts[index], max_new_tokens=2, do_sample=False)
-        ran.wait(60)
-        seen[index] = tokenprune.stats(model).visual_tokens_in
+        barrier.wait(60)
+        counts[index] = tokenprune.stats(model).visual_tokens_in
 
     with tokenprune.patched(model, "divprune", keep=0.4):
         threads = [threading.Thread(target=run, args=(index,)) for index in range(len(prompts))]
@@ -167,11 +167,12 @@ def test_each_thread_sees_its_own_last_call(build) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert seen == [int(LLAVA.visual_mask(model, inputs).sum()) for inputs in prompts]
-        # This thread ran nothing, as one that reads a TextIteratorStreamer: it sees the last call of another thread.
-        assert tokenprune.stats(model).visual_tokens_in in seen
+        assert counts == [int(LLAVA.visual_mask(model, inputs).sum()) for inputs in prompts]
+        # This thread has run no call: it gets the last call of another thread, as a reader of a
+        # TextIteratorStreamer does.
+        assert tokenprune.stats(model).visual_tokens_in in counts
         model(**LLAVA.make_inputs(images=(1,)))
-        assert tokenprune.stats(model).visual_tokens_in == seen[0]
+        assert tokenprune.stats(model).visual_tokens_in == counts[0]
 
 
 @torch.no_grad()

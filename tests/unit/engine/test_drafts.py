@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assisted generation, and caches that record their past, as it makes them: the answers are those without."""
+"""Assisted generation, and caches that record their past, give the answers of unassisted generation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from turns import words
 from zoo import FAMILIES, Family
 
 NAMES = ["llava", "qwen2_5_vl", "gemma3"]
-# Those that act on pixels change what the processor makes of a prompt: nothing of them is in the model.
+# Methods that act on pixels run in the processor, so the patched model is unchanged.
 ACTING = [name for name in METHODS if tokenprune.method_info(name).site is not Site.PRE_ENCODER]
-# What cannot act: averages of a grid of patches after the tower, grids that are not known, families without video or
-# without a thumbnail, towers of two blocks. `docprune` and `erase` want a processor, for colours.
+# Unsupported combinations: averages over a patch grid after the tower, unknown grids, families without video or
+# thumbnail, and towers of two blocks. `docprune` and `erase` need a processor for colours.
 REFUSED = {
     "llava": ["docprune", "earlytom", "erase", "ipcv", "pevlm", "pixelprune", "towerdrop", *VIDEO_METHODS],
     "qwen2_5_vl": ["docprune", "earlytom", "erase", *TILE_METHODS],
@@ -47,11 +47,15 @@ RECORDED_IDS = ["divprune", "fastv", "pool", "vscan", "pool+dart", "tome", "evic
 
 
 def settings(model: Any, method: Any, inputs: Any) -> dict[str, Any]:
-    """Arguments under which a method acts on the zoo's models."""
+    """Return options that make a method act on the zoo's models."""
     if method == "dymu":
-        seen = inputs["pixel_values"] if model.config.model_type == "llava" else photos([(48, 64), (64, 40)])
+        calibration_inputs = (
+            inputs["pixel_values"] if model.config.model_type == "llava" else photos([(48, 64), (64, 40)])
+        )
         processor = None if model.config.model_type == "llava" else small_processor()
-        return dict(keep=0.5, thresholds=calibrate(model, seen, processor=processor, keep=0.5, progress=False))
+        return dict(
+            keep=0.5, thresholds=calibrate(model, calibration_inputs, processor=processor, keep=0.5, progress=False)
+        )
     if method == "ipcv":
         return dict(keep=0.4, layer=1)
     if method == "pevlm":
@@ -62,7 +66,7 @@ def settings(model: Any, method: Any, inputs: Any) -> dict[str, Any]:
 def skip_refused(name: str, method: Any) -> None:
     if method in REFUSED.get(name, ()):
         tests = "test_encoder_models.py, test_pevlm_composed.py, test_frames.py, test_families.py"
-        pytest.skip(f"{name} takes no {method}, and says so ({tests})")
+        pytest.skip(f"{name} does not support {method} ({tests})")
 
 
 # -- caches that record their past ---------------------------------------------------------------------------------
@@ -70,8 +74,10 @@ def skip_refused(name: str, method: Any) -> None:
 
 @torch.no_grad()
 def answer(model: Any, inputs: Any, text: Tensor, record: bool, restrict: bool = True) -> tuple[list[Tensor], Any, Any]:
-    """Logits of a prompt and of `text` behind it, the cache, and the prompt's statistics. restrict: whether the cache
-    is told after each call that nothing is taken back, as `generate` does."""
+    """Return the logits of a prompt and of `text` after it, the cache, and the statistics of the prompt.
+
+    `restrict` calls `crop(0)` before each step, as `generate` does.
+    """
     cache = DynamicCache(config=model.config.get_text_config())
     if record:
         cache.activate_past_recording()
@@ -91,32 +97,32 @@ def answer(model: Any, inputs: Any, text: Tensor, record: bool, restrict: bool =
 @pytest.mark.parametrize("method", RECORDED, ids=RECORDED_IDS)
 @pytest.mark.parametrize("name", SLIDING)
 def test_a_cache_that_records_its_past(name: str, method: Any, batch: dict, build) -> None:
-    """It holds more slots of a sliding layer than it hands out; what is computed and told is the same."""
+    """It stores more slots of a sliding layer than it returns; logits and statistics are unchanged."""
     model, inputs = SLIDING[name].prepare(build, **batch)
     text = words(len(inputs["input_ids"]), 6)
     skip_refused(name, method)
     with tokenprune.patched(model, method, keep=0.4):
-        want, _, told = answer(model, inputs, text, record=False)
+        want, _, plain_stats = answer(model, inputs, text, record=False)
         for restrict in (True, False):
             got, recorded, stats = answer(model, inputs, text, record=True, restrict=restrict)
-            for one, other in zip(got, want, strict=True):
-                close(one, other)
-            assert stats.kv_bytes_full == told.kv_bytes_full
-            assert stats.kv_bytes == told.kv_bytes
-        recorded.crop(-2)  # what it was asked to record for
+            for actual, expected in zip(got, want, strict=True):
+                close(actual, expected)
+            assert stats.kv_bytes_full == plain_stats.kv_bytes_full
+            assert stats.kv_bytes == plain_stats.kv_bytes
+        recorded.crop(-2)  # recording makes this crop possible
         assert recorded.get_seq_length() == inputs["input_ids"].shape[1] + text.shape[1] - 2
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
-def test_what_was_taken_back_is_gone(method: str, build) -> None:
-    """Words behind a crop are those of a cache that never had what was cropped, beyond the window too."""
+def test_cropped_tokens_do_not_affect_later_text(method: str, build) -> None:
+    """Text after a crop gives the logits of a cache without the cropped tokens, also beyond the window."""
     model, inputs = FAMILIES["gemma3"].prepare(build, images=(2, 1))
     text = words(2, 6)
     with tokenprune.patched(model, method, keep=0.4):
         want, _, _ = answer(model, inputs, text, record=True)
-        guessed = torch.cat([text[:, :3], words(2, 3, seed=9)], 1)
-        _, cache, _ = answer(model, inputs, guessed, record=True, restrict=False)
+        draft_text = torch.cat([text[:, :3], words(2, 3, seed=9)], 1)
+        _, cache, _ = answer(model, inputs, draft_text, record=True, restrict=False)
         cache.crop(-3)
         mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 6), value=1)
         got = model(input_ids=text[:, 3:], attention_mask=mask, past_key_values=cache).logits
@@ -126,7 +132,7 @@ def test_what_was_taken_back_is_gone(method: str, build) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("method", [*PROBES, NextProbe(layer=2)], ids=["PRE_LLM", "IN_LLM", "next", "next sliding"])
 @pytest.mark.parametrize("name", ["exaone4_5", "gemma4"])
-def test_a_second_image_behind_what_was_recorded(name: str, method: Any, build) -> None:
+def test_second_image_after_a_recorded_past(name: str, method: Any, build) -> None:
     family = SPECIAL[name]
     model, answers = build(family), []
     first, second = family.make_inputs(only=0), family.make_inputs(only=0, seed=5)
@@ -142,8 +148,8 @@ def test_a_second_image_behind_what_was_recorded(name: str, method: Any, build) 
 
 
 @torch.no_grad()
-def test_nothing_taken_back_frees_what_was_recorded(build) -> None:
-    """`generate` says after every step how many tokens it takes back, none among them: memory does not grow."""
+def test_crop_of_zero_tokens_frees_recorded_slots(build) -> None:
+    """`generate` crops after every step, also by 0 tokens: this bounds the memory."""
     model, inputs = FAMILIES["gemma3"].prepare(build, only=0)
     with tokenprune.patched(model, "fastv", keep=0.4):
         _, cache, _ = answer(model, inputs, words(1, 6), record=True)
@@ -157,7 +163,7 @@ def test_nothing_taken_back_frees_what_was_recorded(build) -> None:
 
 
 def draft_of(model: Any) -> Any:
-    """A draft with weights of its own, close enough to the model's that some of what it writes is accepted."""
+    """Return a draft with slightly different weights, so that the model accepts some of its tokens."""
     draft = copy.deepcopy(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -167,7 +173,7 @@ def draft_of(model: Any) -> Any:
 
 
 def watch(model: Any, family: Family, lengths: list[int]) -> Any:
-    """Write the length of every forward of the decoder to `lengths`, until the handle is removed."""
+    """Append the length of every forward of the decoder to `lengths` until the handle is removed."""
 
     def enter(module: Any, args: tuple, kwargs: dict) -> None:
         lengths.append(kwargs["inputs_embeds"].shape[1])
@@ -192,7 +198,7 @@ def test_assisted_equals_unassisted(name: str, method: str, help_: str, build) -
     video = method == "pevlm" and family.video is not None
     inputs = family.make_inputs(only=0, **(dict(images=(0, 0), video=8) if video else {}))
     extra = HELP[help_](draft_of(model))
-    was = snapshot(model)
+    snapshot_before = snapshot(model)
     with tokenprune.patched(model, method, **settings(model, method, inputs)):
         want, tokens, _ = generate_logits(model, inputs, 10)
         before = tokenprune.stats(model)
@@ -203,8 +209,12 @@ def test_assisted_equals_unassisted(name: str, method: str, help_: str, build) -
     assert after.visual_tokens_per_layer == before.visual_tokens_per_layer
     assert after.prefill_flops_ratio == before.prefill_flops_ratio
     assert after.decode_kept == before.decode_kept
-    left = {key for key, value in snapshot(model).items() if was.get(key, value) != value and "rope_deltas" not in key}
-    assert not left and "_get_candidate_generator" not in vars(model)
+    changed = {
+        key
+        for key, value in snapshot(model).items()
+        if snapshot_before.get(key, value) != value and "rope_deltas" not in key
+    }
+    assert not changed and "_get_candidate_generator" not in vars(model)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -215,13 +225,13 @@ def test_drafts_are_accepted(name: str, build) -> None:
     draft.generation_config.num_assistant_tokens = 4
     draft.generation_config.assistant_confidence_threshold = 0.0
     handle = watch(model, family, forwards)
-    # The draft reads the same prompt without its image; with a text prompt it writes what the model writes.
+    # The draft reads the prompt without its image. For a text prompt, it writes the tokens of the model.
     text = family.make_inputs(images=0, rows=1)
     try:
         with tokenprune.patched(model, "fastv", keep=0.3):
             model.generate(**inputs, max_new_tokens=10, assistant_model=draft)
-            assert forwards[0] == inputs["input_ids"].shape[1]  # the prompt alone
-            assert max(forwards[1:]) > 1  # and then drafts
+            assert forwards[0] == inputs["input_ids"].shape[1]  # only the prompt
+            assert max(forwards[1:]) > 1  # then draft tokens
             forwards.clear()
             model.generate(**text, max_new_tokens=10, assistant_model=draft)
     finally:
@@ -229,7 +239,7 @@ def test_drafts_are_accepted(name: str, build) -> None:
     assert forwards[0] == text["input_ids"].shape[1] and len(forwards) <= 4
 
 
-# A draft is asked for nothing but tokens: what may go wrong is its cache, which is cropped after each refusal.
+# A draft only supplies tokens. The risk is its cache, which is cropped after each rejection.
 @pytest.mark.parametrize(
     ("name", "method"),
     [*(("llava", method) for method in ("divprune", "pool", "fastv", "vscan", "dyrate")), ("gemma3", "fastv"),
@@ -261,14 +271,14 @@ def test_a_method_that_decides_while_decoding_takes_no_drafts(build, caplog) -> 
 
 
 def test_a_version_without_the_private_name(monkeypatch, build) -> None:
-    """Where drafts cannot be kept out of the prompt's forward, the statistics say so."""
+    """A note reports that drafts cannot be excluded from the prompt's forward."""
     model, inputs = FAMILIES["llava"].prepare(build, only=0)
     monkeypatch.delattr(GenerationMixin, "_get_candidate_generator")
     with tokenprune.patched(model, "fastv", keep=0.5):
         model.generate(**inputs, max_new_tokens=2)
         (note,) = tokenprune.stats(model).notes
     assert "assist" in note
-    with tokenprune.patched(model, "fastv", keep=1.0):  # removes nothing
+    with tokenprune.patched(model, "fastv", keep=1.0):  # keep=1.0 drops no tokens
         model.generate(**inputs, max_new_tokens=2)
         assert not tokenprune.stats(model).notes
 

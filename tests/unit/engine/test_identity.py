@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""keep=1.0 changes nothing, to the last bit, for each method and family."""
+"""keep=1.0 is bit-equal to the unpatched model for each method and family."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHES = {
 }
 
 
-# With 1.0 view_select still leaves out what the question does not name: see test_view_select.py.
+# view_select drops views that the question does not name, also at 1.0: see test_view_select.py.
 @pytest.fixture(
     params=[name for name in METHODS if not issubclass(method_class(name), tokenprune.selection.ImageChooser)]
 )
@@ -30,19 +30,19 @@ def method(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def takes(method: str, family: str, batch: str) -> bool:
-    """Return whether the test runs; where it does not, it skips and says why."""
+def runs(method: str, family: str, batch: str) -> bool:
+    """Return whether the test runs; otherwise it skips with a reason."""
     on_videos = tokenprune.method_info(method).site is tokenprune.Site.ATTENTION
     return bool(FAMILIES[family].video) or not (on_videos or batch == "video")
 
 
-@pytest.mark.pairwise(runs=takes)
+@pytest.mark.pairwise(runs=runs)
 @torch.no_grad()
 @pytest.mark.parametrize("batch", BATCHES)
 def test_forward_is_bit_equal(method: str, family: Family, model, batch: str) -> None:
     check_takes(family, method)
     if batch == "video" and not family.video:
-        pytest.skip(f"{family.name} takes no video here")
+        pytest.skip(f"{family.name} does not support videos")
     inputs = family.make_inputs(**BATCHES[batch])
     before = model(**inputs)
     patched, stats = run_pruned(model, inputs, method, 1.0)
@@ -50,7 +50,7 @@ def test_forward_is_bit_equal(method: str, family: Family, model, batch: str) ->
     assert stats.visual_tokens_in == stats.visual_tokens_out == sum(map(sum, inputs.counts))
     assert stats.keep_ratio == stats.prefill_flops_ratio == 1
     assert stats.kv_bytes == stats.kv_bytes_full > 0
-    # The cache was not touched either: it can go on unpatched.
+    # The class of the cache is unchanged, so the unpatched model can continue it.
     assert type(patched.past_key_values) is type(before.past_key_values)
     after = model(**inputs)
     assert torch.equal(after.logits, before.logits)
@@ -74,6 +74,6 @@ def test_more_tokens_than_there_are(family: Family, model) -> None:
     before = model(**inputs).logits
     for method in METHODS:
         if method not in MODEL_METHODS or tokenprune.method(method).chooses_count:
-            continue  # takes shares only, or not every family, or `keep` is only its upper bound
+            continue  # accepts only shares, or only some families, or treats `keep` as an upper bound
         with tokenprune.patched(model, method, keep=100_000):
             assert torch.equal(model(**inputs).logits, before), method

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward that ends without its last hooks leaves nothing behind: the next call answers as if it had not run."""
+"""An interrupted forward does not change the next call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LLAVA = FAMILIES["llava"]
 
 
 class Logits(nn.Module):
-    """A model that takes its inputs by position, as torch.export and torch.jit.trace pass them."""
+    """Model with positional inputs, as torch.export and torch.jit.trace require."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         super().__init__()

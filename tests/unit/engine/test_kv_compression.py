@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compression of the cache by another library (kvpress), behind our cut: what it does to a prompt of the tokens that
-are left, alone in an unpatched model."""
+"""Cache compression by kvpress after our cut equals compression of the kept tokens in an unpatched model."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ PAGE = Path(__file__).parents[3] / "docs/guides/caches.md"
 
 
 def cache_positions(model: nn.Module) -> Any:
-    """Do what docs/guides/caches.md tells its readers to do."""
+    """Run the code of docs/guides/caches.md."""
     code = re.search(r"```python\n(from contextlib.*?)```", PAGE.read_text(), re.DOTALL)[1]
     names: dict[str, Any] = {}
     exec(compile(code, PAGE.name, "exec"), names)
@@ -41,13 +40,13 @@ def cache_positions(model: nn.Module) -> Any:
 
 
 @contextmanager
-def by_norm(model: nn.Module, share: float = 0.5) -> Iterator[None]:
-    """Leave of each layer's and head's keys those of the smallest norm, once, behind the prompt; as kvpress does."""
+def keep_smallest_keys(model: nn.Module, share: float = 0.5) -> Iterator[None]:
+    """Keep the keys of smallest norm per layer and head after the prompt, as kvpress does."""
 
-    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def compress_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         layer, width = compat.get_cache(kwargs).layers[module.layer_idx], kwargs["hidden_states"].shape[1]
         if layer.get_seq_length() != width:
-            return  # a step
+            return  # a decoding step
         quantized = isinstance(layer, QuantizedLayer)
         keys = layer._dequantize(layer._quantized_keys) if quantized else layer.keys
         values = layer._dequantize(layer._quantized_values) if quantized else layer.values
@@ -60,20 +59,20 @@ def by_norm(model: nn.Module, share: float = 0.5) -> Iterator[None]:
         layer.cumulative_length = keys.shape[-2]
 
     layers = model.model.language_model.layers
-    hooks = [layer.self_attn.register_forward_hook(leave, with_kwargs=True) for layer in layers]
+    hooks = [layer.self_attn.register_forward_hook(compress_layer, with_kwargs=True) for layer in layers]
     with removed_after(hooks):
         yield
 
 
-def of_kvpress(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    # What it writes over transformers' attention functions when it is imported goes with the test.
+def make_press(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    # kvpress replaces transformers' attention functions on import: undo that after the test.
     monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
-    again = "kvpress" in sys.modules
+    was_imported = "kvpress" in sys.modules
     kvpress = pytest.importorskip(
         "kvpress",
-        reason="kvpress is not installed: 0.5 asks for transformers before 5.3 (pip install --no-deps kvpress)",
+        reason="kvpress is not installed: kvpress 0.5 needs transformers before 5.3 (pip install --no-deps kvpress)",
     )
-    if again:
+    if was_imported:
         kvpress.patch_attention_functions()
     if name == "snapkv":
         return kvpress.SnapKVPress(0.5, window_size=4)
@@ -81,11 +80,11 @@ def of_kvpress(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def clean(build) -> Iterator[Any]:
-    """Builds models, and takes from them what kvpress leaves there."""
-    built = []
-    yield lambda family: built.append(build(family)) or built[-1]
-    for model in built:
+def build_clean(build) -> Iterator[Any]:
+    """Return a builder of models, which are cleaned of kvpress's changes after the test."""
+    models = []
+    yield lambda family: models.append(build(family)) or models[-1]
+    for model in models:
         for module in model.modules():
             vars(module).pop("masked_key_indices", None)
         for layer in model.model.language_model.layers:
@@ -93,17 +92,17 @@ def clean(build) -> Iterator[Any]:
 
 
 @contextmanager
-def compression(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compress(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if name == "by norm":
-        with by_norm(model):
+        with keep_smallest_keys(model):
             yield
         return
-    press = of_kvpress(name, monkeypatch)
+    press = make_press(name, monkeypatch)
     with cache_positions(model), press(model):
         yield
 
 
-def inputs_of(family: Family) -> Any:
+def make_inputs(family: Family) -> Any:
     return family.make_inputs(only=0)
 
 
@@ -111,31 +110,31 @@ def inputs_of(family: Family) -> Any:
 @pytest.mark.parametrize("press", ["by norm", "knorm", "snapkv", "adakv"])
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_equals_compression_of_what_is_left(name: str, method: Any, press: str, clean, monkeypatch) -> None:
+def test_equals_compression_of_kept_tokens(name: str, method: Any, press: str, build_clean, monkeypatch) -> None:
     family = FAMILIES[name]
-    model, inputs = clean(family), inputs_of(family)
-    with compression(press, model, monkeypatch):
+    model, inputs = build_clean(family), make_inputs(family)
+    with compress(press, model, monkeypatch):
         with tokenprune.patched(model, method, keep=0.4, record=True):
             got, tokens, out = generate_logits(model, inputs, STEPS)
             stats = tokenprune.stats(model)
         with only_kept(family, model, stats.cuts, inputs["input_ids"].shape[1]):
             want, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
     close(got, want)
-    if press != "adakv":  # which hides keys, and takes none out
-        held = [layer.keys.shape[-2] for layer in out.past_key_values.layers]
-        assert held == [width // 2 + STEPS - 1 for width in stats.width_per_layer]
-        of_slot = stats.kv_bytes_full // (4 * inputs["input_ids"].shape[1])
-        assert stats.kv_bytes == of_slot * sum(width // 2 for width in stats.width_per_layer)
+    if press != "adakv":  # adakv hides keys without removing them
+        lengths = [layer.keys.shape[-2] for layer in out.past_key_values.layers]
+        assert lengths == [width // 2 + STEPS - 1 for width in stats.width_per_layer]
+        slot_bytes = stats.kv_bytes_full // (4 * inputs["input_ids"].shape[1])
+        assert stats.kv_bytes == slot_bytes * sum(width // 2 for width in stats.width_per_layer)
     with tokenprune.patched(model, method, keep=0.4):
-        alone, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
-    assert torch.equal(alone[:, 0], got[:, 0]) and not torch.allclose(alone, got)
+        uncompressed, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
+    assert torch.equal(uncompressed[:, 0], got[:, 0]) and not torch.allclose(uncompressed, got)
 
 
 def test_rows_of_one_length(build) -> None:
     family = FAMILIES["llava"]
-    model, inputs = build(family), inputs_of(family)
+    model, inputs = build(family), make_inputs(family)
     twice = {name: torch.cat([x, x]) for name, x in inputs.items()}
-    with tokenprune.patched(model, "fastv", keep=0.4), by_norm(model):
+    with tokenprune.patched(model, "fastv", keep=0.4), keep_smallest_keys(model):
         want, tokens, _ = generate_logits(model, inputs, STEPS)
         got, _, _ = generate_logits(model, twice, STEPS, tokens=torch.cat([tokens, tokens]))
     close(got, torch.cat([want, want]))
@@ -144,46 +143,52 @@ def test_rows_of_one_length(build) -> None:
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_quantized_weights_and_a_quantized_cache(method: Any) -> None:
     family = FAMILIES["llava"]
-    model, inputs = family.build(), inputs_of(family)
+    model, inputs = family.build(), make_inputs(family)
     bitsandbytes(model)
-    with by_norm(model):
+    with keep_smallest_keys(model):
         with tokenprune.patched(model, method, keep=0.4, record=True):
             want, tokens, _ = generate_logits(model, inputs, STEPS)
             plain = tokenprune.stats(model)
             got, _, out = generate_logits(model, inputs, STEPS, past_key_values=lossless(model))
             stats = tokenprune.stats(model)
         with only_kept(family, model, stats.cuts, inputs["input_ids"].shape[1]):
-            alone, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
+            expected, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
     assert torch.equal(got, want)
     scales = 2 * 4 * len(stats.width_per_layer)
     assert stats.kv_bytes == plain.kv_bytes + scales
     assert [layer.cumulative_length for layer in out.past_key_values.layers] == [
         width // 2 + STEPS - 1 for width in stats.width_per_layer
     ]
-    close(got, alone, 0.1)  # bitsandbytes scales activations together, those of tokens that are gone too
+    close(got, expected, 0.1)  # bitsandbytes scales all activations together, dropped tokens included
 
 
-def test_what_is_refused(build) -> None:
-    """Where it matters which keys are gone: by a step that finds them gone, and before it writes into the cache."""
+def test_unsupported_compression_is_refused(build) -> None:
+    """A step that needs to know the removed keys raises before it writes to the cache."""
     family = FAMILIES["llava"]
     model, ragged = build(family), family.make_inputs()
-    for method, inputs, why in (("divprune", ragged, "different lengths"), ("dyrate", inputs_of(family), "decoding")):
+    for method, inputs, message in (
+        ("divprune", ragged, "different lengths"),
+        ("dyrate", make_inputs(family), "decoding"),
+    ):
         with tokenprune.patched(model, method, keep=0.4):
             want, _, _ = generate_logits(model, inputs, STEPS)
-            with by_norm(model), pytest.raises(UnsupportedSetupError, match=f"{why}.* one row at a time"):
+            with (
+                keep_smallest_keys(model),
+                pytest.raises(UnsupportedSetupError, match=f"{message}.* one row at a time"),
+            ):
                 generate_logits(model, inputs, STEPS)
             got, _, _ = generate_logits(model, inputs, STEPS)
         assert torch.equal(got, want)
 
 
 def test_another_library_wraps_all_attention_functions(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a model is patched, as kvpress does when it is imported: the rate of dropout comes by position then."""
+    """The wrapper passes the dropout rate by position, as kvpress does when imported after the patch."""
     family = FAMILIES["llava"]
-    model, inputs = build(family), inputs_of(family)
+    model, inputs = build(family), make_inputs(family)
     monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
     called = []
 
-    def wrapped(function: Any) -> Any:
+    def wrap(function: Any) -> Any:
         def call(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, **kw: Any) -> Any:
             called.append(function)
             return function(module, query, key, value, mask, dropout, **kw)
@@ -193,6 +198,6 @@ def test_another_library_wraps_all_attention_functions(build, monkeypatch: pytes
     with tokenprune.patched(model, "fastv", keep=0.4):
         want, _, _ = generate_logits(model, inputs, STEPS)
         for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
-            ALL_ATTENTION_FUNCTIONS[name] = wrapped(function)
+            ALL_ATTENTION_FUNCTIONS[name] = wrap(function)
         got, _, _ = generate_logits(model, inputs, STEPS)
     assert called and torch.equal(got, want)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pruned prefill allocates: nothing of the size of all pairs of visual tokens, no logits nobody asked for. And
-the work of choosing among many small images, counted without a clock."""
+"""Limits on the allocations and operations of a pruned prefill, without a clock.
+
+No tensor has the size of all pairs of visual tokens, and only requested logits are computed.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +29,22 @@ from tokenprune.integrations.hf.engine import cuts, engine
 from tokenprune.kernels import coverage, farthest, farthest_blocks, pairs
 from zoo import FIRST_TEXT_ID, HIDDEN, VISION, VOCAB, tower
 
-GRID = (1, 40, 40)  # patches of an image of Qwen-VL, four of which are a token
+GRID = (1, 40, 40)  # patches of an image of Qwen-VL; four patches are one token
 VISUAL, KEEP = 400, 48
 TEXT = (20, 33)
 
-# It reads many rows of attention at once.
+# Reads many rows of attention together.
 ALL_PAIRS = {"fitprune"}
-# Of the tower too.
+# Methods that also read the tower.
 OF_THE_TOWER = ("scope", "tops", "idselection", "agilepruner", "sinkpruner")
 
 
-def methods() -> list[str]:
-    """Those that choose among the tokens of an image in the decoder, and read nothing of the tower."""
-    about = {name: tokenprune.method_info(name) for name in tokenprune.available_methods()}
+def list_methods() -> list[str]:
+    """Return the methods that select in the decoder and read no tower outputs."""
+    infos = {name: tokenprune.method_info(name) for name in tokenprune.available_methods()}
     return [
         name
-        for name, info in about.items()
+        for name, info in infos.items()
         if name not in ALL_PAIRS
         and info.site in (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
         and not any(need.startswith(("encoder", "frame", "patch")) for need in info.observables)
@@ -50,8 +52,10 @@ def methods() -> list[str]:
 
 
 class Allocations(TorchDispatchMode):
-    """Notes the largest storage that an operation returned, in elements, and the most rows of logits; of those made
-    anew that are as large as all pairs of visual tokens, what made each and its shape."""
+    """Records the largest storage and the number of logit rows, and counts new tensors of at least all pairs.
+
+    The counter's keys are the operation and the shape.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,17 +91,17 @@ def prefill(family: str, name: str | None, batch: int, keep: Any = None, **optio
         )
     images = BaseModelOutputWithPooling(pooler_output=[torch.randn(VISUAL, HIDDEN, generator=g) for _ in range(batch)])
     if name is not None:
-        # Four layers are few for methods of several cuts.
+        # Methods with several cuts need more kept tokens on four layers.
         keep = keep or (KEEP if tokenprune.method_info(name).site is Site.PRE_LLM else 0.8)
         tokenprune.patch(model, name, keep=keep, guard="off")
-    with torch.no_grad(), Allocations() as made:
+    with torch.no_grad(), Allocations() as allocations:
         model(input_ids=ids, attention_mask=mask, mm_encoder_outputs={"image": images}, use_cache=True, **options)
-    return made
+    return allocations
 
 
 @pytest.fixture
-def as_with_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of so few tokens a table of all pairs would be made."""
+def blocked_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable tables of all pairs, which are allowed for so few tokens."""
     monkeypatch.setattr(farthest, "TABLE", 0)
     monkeypatch.setattr(farthest_blocks, "ROWS", 64)
     monkeypatch.setattr(farthest_blocks, "COLUMNS", 16)
@@ -105,25 +109,24 @@ def as_with_many(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_MAX_ELEMENTS", VISUAL**2 // 8)
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", list_methods())
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
-def test_nothing_has_the_size_of_all_pairs(family: str, name: str, as_with_many: None) -> None:
-    # A batch with padding makes the unpatched model write a mask of all pairs; so do its layers before a cut inside.
+def test_no_tensor_has_the_size_of_all_pairs(family: str, name: str, blocked_tables: None) -> None:
+    # With padding, the unpatched model writes a mask of all pairs, and so do its layers before a cut.
     for batch in (1, 2) if tokenprune.method_info(name).site is Site.PRE_LLM else (1,):
-        made = prefill(family, name, batch, logits_to_keep=1)
-        assert made.largest < VISUAL**2, made.what
-        assert made.logits == batch
+        allocations = prefill(family, name, batch, logits_to_keep=1)
+        assert allocations.largest < VISUAL**2, allocations.what
+        assert allocations.logits == batch
 
 
 @pytest.mark.parametrize("name", ["uniform", "fastv", "pyramiddrop"])
 @pytest.mark.parametrize(("family", "batch"), [("llava", 2), ("exaone4_5", 1), ("exaone4_5", 2)])
 def test_masks_of_all_pairs_are_those_of_the_unpatched_model(family: str, batch: int, name: str) -> None:
-    """With padding, or layers that see a window, transformers writes masks of all pairs. Behind a cut none is written,
-    nor is one there made into another."""
+    """transformers writes such masks for padding and windows; a patched model adds none after the cut."""
     keep = KEEP if name == "uniform" else 0.5
-    made = prefill(family, name, batch, keep=keep, logits_to_keep=1)
-    assert made.pairs <= prefill(family, None, batch, logits_to_keep=1).pairs
-    assert bool(made.pairs) == (name != "uniform")
+    allocations = prefill(family, name, batch, keep=keep, logits_to_keep=1)
+    assert allocations.pairs <= prefill(family, None, batch, logits_to_keep=1).pairs
+    assert bool(allocations.pairs) == (name != "uniform")
 
 
 @each(
@@ -134,64 +137,66 @@ def test_masks_of_all_pairs_are_those_of_the_unpatched_model(family: str, batch:
         ("divprune", {"center": True}),
     ],
 )
-def test_what_is_chosen_from_the_tower_too(name: str, options: dict[str, Any], as_with_many: None) -> None:
+def test_methods_that_read_the_tower_allocate_no_pairs(
+    name: str, options: dict[str, Any], blocked_tables: None
+) -> None:
     tokens, method = image_tokens([VISUAL], [KEEP]), tokenprune.method(name, **options)
-    with torch.no_grad(), Allocations() as made:
+    with torch.no_grad(), Allocations() as allocations:
         got = method.select(tokens).keep
-    assert made.largest < VISUAL**2, made.what
+    assert allocations.largest < VISUAL**2, allocations.what
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(farthest, "TABLE", VISUAL)
         assert torch.equal(method.select(tokens).keep, got)
 
 
-def test_what_the_watch_sees() -> None:
-    """It finds the mask of the unpatched model, and logits of all places, where a call does not ask for the last."""
-    made = prefill("llava", None, 2, logits_to_keep=1)
-    assert made.largest >= 2 * VISUAL**2
+def test_allocations_are_counted() -> None:
+    """Allocations counts the mask of the unpatched model, and the logits of all positions without `logits_to_keep`."""
+    allocations = prefill("llava", None, 2, logits_to_keep=1)
+    assert allocations.largest >= 2 * VISUAL**2
     assert prefill("llava", "uniform", 1).logits == VISUAL + TEXT[0]
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-IMAGES, MOST = 50, 4  # of 16 tokens; times the unpatched prefill
+IMAGES, MAX_RATIO = 50, 4  # images of 16 tokens; limit relative to the unpatched prefill
 LLAVA = FAMILIES["llava"]
 SMALL = {"vision_config": tower("clip_vision_model", 16, projection_dim=VISION), "image_seq_length": 16}
 FAMILY = replace(LLAVA, config={**LLAVA.config, **SMALL}, sizes=(16,))
 aten = torch.ops.aten
-# The place of the argument whose last axis is summed over.
+# Index of the argument whose last axis is summed over.
 _PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 
 
 class Work(TorchDispatchMode):
-    """Counts within: `done` is the sum."""
+    """Counts multiplications and elements in `total`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.done = 0
+        self.total = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         packet = function.overloadpacket
         if packet in _PRODUCTS:
-            self.done += made.numel() * args[_PRODUCTS[packet]].shape[-1]
+            self.total += result.numel() * args[_PRODUCTS[packet]].shape[-1]
         elif not function.is_view:
-            leaves = tree_leaves((args, kwargs, made))
-            self.done += max((x.numel() for x in leaves if isinstance(x, torch.Tensor)), default=0)
-        return made
+            leaves = tree_leaves((args, kwargs, result))
+            self.total += max((x.numel() for x in leaves if isinstance(x, torch.Tensor)), default=0)
+        return result
 
 
 @contextmanager
-def counted_choices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
-    """Count what is done to choose, and not what the model does."""
+def count_selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    """Count the operations of the selection only."""
     work = Work()
     for module in (engine, cuts):
 
-        def choose(*args: Any, original: Any = module.select_tokens) -> Any:
+        def count_selected(*args: Any, original: Any = module.select_tokens) -> Any:
             with work:
                 return original(*args)
 
-        monkeypatch.setattr(module, "select_tokens", choose)
+        monkeypatch.setattr(module, "select_tokens", count_selected)
     yield work
 
 
@@ -202,16 +207,18 @@ def model() -> Any:
 
 @cache
 @torch.no_grad()
-def unpatched() -> int:
+def count_unpatched() -> int:
     with Work() as work:
         model()(**FAMILY.make_inputs(images=(IMAGES,)))
-    return work.done
+    return work.total
 
 
 @pytest.mark.parametrize("name", MODEL_METHODS)
 @torch.no_grad()
 def test_choosing_among_many_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = FAMILY.make_inputs(images=(IMAGES,))
-    with tokenprune.patched(model(), name, keep=0.6), counted_choices(monkeypatch) as work:
+    with tokenprune.patched(model(), name, keep=0.6), count_selection(monkeypatch) as work:
         model()(**inputs)
-    assert work.done <= MOST * unpatched(), f"{work.done / unpatched():.1f} times the unpatched prefill"
+    assert work.total <= MAX_RATIO * count_unpatched(), (
+        f"{work.total / count_unpatched():.1f} times the unpatched prefill"
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which a model is run: other attention back ends, beams, samples, threads, embeddings as input."""
+"""Modes of running a model: attention back ends, beams, samples, threads, embeddings as input."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from oracle import close, generate_logits, reduced
 from pruned import check_generation, run_pruned
 from zoo import Family
 
-# One of each site; what differs between methods of a site is which tokens they choose, and is tested elsewhere.
+# One method per site. Methods of a site differ only in their selection, which has its own tests.
 SITES = ["divprune", "fastv"]
 
 
-def cuts_of(model: Any, method: Any, inputs: Any, keep: float = 0.3, **options: Any) -> list:
+def record_cuts(model: Any, method: Any, inputs: Any, keep: float = 0.3, **options: Any) -> list:
     with torch.no_grad(), tokenprune.patched(model, method, keep=keep, record=True, **options):
         model.generate(**inputs, max_new_tokens=1)
         return tokenprune.stats(model).cuts
@@ -56,7 +56,7 @@ def test_eager_equals_its_oracle(family: Family, build) -> None:
 
 @torch.no_grad()
 def test_a_wide_window_without_a_cache(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers would take gaps in positions for borders of packed sequences."""
+    """transformers would treat gaps in positions as borders of packed sequences."""
     model, inputs = OTHERS["mistral3"].prepare(build, images=(2,))
     monkeypatch.setattr(model.config.text_config, "sliding_window", 4096)
     with tokenprune.patched(model, "divprune", keep=0.3):
@@ -64,12 +64,12 @@ def test_a_wide_window_without_a_cache(build, monkeypatch: pytest.MonkeyPatch) -
 
 
 def flash_stand_in(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """What a flash kernel does with a 2-D mask or none, on any device."""
+    """Emulate a flash kernel with a 2-D mask or no mask, on any device."""
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     assert attention_mask is None or attention_mask.shape == (batch, keys), "flash kernels take 2-D masks"
     if attention_mask is None and _is_packed_sequence(kwargs.get("position_ids"), batch):
-        # Positions with gaps take the kernels' path for packed sequences: right only for one whole sequence.
+        # Positions with gaps select the kernels' packed path, which is right only for a single sequence.
         starts = kwargs["position_ids"] == kwargs["position_ids"].min()
         assert starts.sum() == 1 and starts[0, 0] and queries == keys
     slots = torch.arange(keys)
@@ -132,11 +132,11 @@ def test_beams(method: str, batch: dict, family: Family, model) -> None:
 
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"video": (True, False)}], ids=["images", "video"])
 def test_beams_keep_the_shape_of_images(batch: dict, family: Family, model) -> None:
-    """`generate` repeats rows after it has encoded images: `pool` must find its rectangles in each copy."""
+    """`generate` repeats rows after the encoder; `pool` needs the image shape of each copy."""
     if "video" in batch and not family.video:
-        pytest.skip(f"{family.name} takes no video here")
+        pytest.skip(f"{family.name} does not support videos")
     inputs = family.make_inputs(**batch)
-    (want,) = cuts_of(model, "pool", inputs)
+    (want,) = record_cuts(model, "pool", inputs)
     with tokenprune.patched(model, "pool", keep=0.3, record=True):
         model.generate(**inputs, max_new_tokens=1, num_beams=2)
         (got,) = tokenprune.stats(model).cuts
@@ -148,7 +148,7 @@ def test_beams_keep_the_shape_of_images(batch: dict, family: Family, model) -> N
 @pytest.mark.parametrize("method", SITES)
 def test_samples(method: str, family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
-    cuts = cuts_of(model, method, inputs)
+    cuts = record_cuts(model, method, inputs)
     draw = dict(max_new_tokens=4, do_sample=True, num_return_sequences=3)
     torch.manual_seed(5)
     with tokenprune.patched(model, method, keep=0.3):
@@ -165,20 +165,20 @@ def test_samples(method: str, family: Family, model) -> None:
 def test_threads(method: str, family: Family, model) -> None:
     jobs = [family.make_inputs(seed=seed, images=images) for seed, images in enumerate([(2, 1), (1, 1), (1, 0)])]
     with tokenprune.patched(model, method, keep=0.3):
-        alone = [generate_logits(model, job, 4)[0] for job in jobs]
-        meet = threading.Barrier(len(jobs))
+        sequential = [generate_logits(model, job, 4)[0] for job in jobs]
+        barrier = threading.Barrier(len(jobs))
         layers = model.get_submodule(family.decoder).layers
 
         def wait(*_: Any) -> None:
-            meet.wait(20)
+            barrier.wait(20)
 
         handles = [layers[i].register_forward_pre_hook(wait) for i in (0, 2)]
         with removed_after(handles), ThreadPoolExecutor(len(jobs)) as pool:
-            together = list(pool.map(lambda job: generate_logits(model, job, 4)[0], jobs))
-        # The statistics are those of one of them, whichever came last.
+            concurrent = list(pool.map(lambda job: generate_logits(model, job, 4)[0], jobs))
+        # The statistics belong to the job that finished last.
         counts = {sum(map(sum, job.counts)) for job in jobs}
         assert tokenprune.stats(model).visual_tokens_in in counts
-    for got, want in zip(together, alone, strict=True):
+    for got, want in zip(concurrent, sequential, strict=True):
         assert torch.equal(got, want)
 
 
@@ -193,12 +193,12 @@ def test_text_only(method: str, family: Family, model) -> None:
         assert (stats.visual_tokens_in, stats.visual_tokens_out) == (0, 0)
         assert stats.keep_ratio == stats.prefill_flops_ratio == 1 and "no visual tokens" in repr(stats)
         model.generate(**images, max_new_tokens=2)
-        of_images = repr(tokenprune.stats(model))
-        again, again_tokens, _ = generate_logits(model, inputs, 3)
+        image_stats = repr(tokenprune.stats(model))
+        repeated, repeated_tokens, _ = generate_logits(model, inputs, 3)
         # A call without images leaves the statistics of the last call with images.
-        assert repr(tokenprune.stats(model)) == of_images and "no visual tokens" not in of_images
-    for logits, written in ((got, got_tokens), (again, again_tokens)):
-        assert torch.equal(logits, before) and torch.equal(written, tokens)
+        assert repr(tokenprune.stats(model)) == image_stats and "no visual tokens" not in image_stats
+    for logits, new_tokens in ((got, got_tokens), (repeated, repeated_tokens)):
+        assert torch.equal(logits, before) and torch.equal(new_tokens, tokens)
 
 
 # -- plain forwards ----------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_text_only(method: str, family: Family, model) -> None:
 @pytest.mark.parametrize("method", SITES)
 @torch.no_grad()
 def test_forms_of_call(method: str, family: Family, model) -> None:
-    """Without a cache, as a tuple, in a cache of the caller's, and with positional arguments."""
+    """Calls without a cache, with a tuple output, with positional arguments and with hidden states."""
     inputs = family.make_inputs(images=(2, 1))
     with tokenprune.patched(model, method, keep=0.3):
         want = model(**inputs).logits
@@ -220,7 +220,7 @@ def test_forms_of_call(method: str, family: Family, model) -> None:
         assert torch.equal(model(inputs["input_ids"], **rest).logits, want)
         close(model(**inputs, logits_to_keep=1).logits, want[:, -1:])
         hidden = model(**inputs, output_hidden_states=True).hidden_states
-    assert len(hidden) == 5  # of what each layer saw, so shorter than the prompt
+    assert len(hidden) == 5  # one entry per layer, shorter than the prompt
 
 
 @pytest.mark.few_families
@@ -239,15 +239,15 @@ def test_no_mask(method: str, family: Family, model) -> None:
 @torch.no_grad()
 def test_embeddings_in_place_of_ids(method: str, family: Family, model) -> None:
     inputs = family.make_inputs()
-    given = {key: value for key, value in inputs.items() if key != "input_ids"}
-    given["inputs_embeds"] = model.get_input_embeddings()(inputs["input_ids"])
+    arguments = {key: value for key, value in inputs.items() if key != "input_ids"}
+    arguments["inputs_embeds"] = model.get_input_embeddings()(inputs["input_ids"])
     try:
-        model(**given)
+        model(**arguments)
     except Exception as error:
         pytest.skip(f"{family.name} does not take embeddings with images: {type(error).__name__}")
-    output, stats = run_pruned(model, given, method, 0.3)
+    output, stats = run_pruned(model, arguments, method, 0.3)
     got = output.logits
     cuts = stats.cuts
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
-        want = model(**given).logits
+        want = model(**arguments).logits
     close(got[:, -4:], want[:, -4:])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offloaded caches: the same answers, whose keys lie on the host between two steps.
+"""Offloaded caches give the same answers, with keys on the host between two steps.
 
-Where there is no GPU their streams are pretended, and so is the device of one test (far_device.py), on which mixing
-what is on the host and on the device raises.
+Without a GPU, streams are simulated. One test also simulates the device (far_device.py), where mixing host and device
+tensors raises.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ METHODS = ["divprune", "fastv", ["divprune", "fastv"]]
 
 
 class Stream:
-    """Runs all at once; `waits` counts how often another one was to wait for one."""
+    """Runs everything at once; `waits` counts the waits for another stream."""
 
     waits = 0
 
@@ -56,7 +56,7 @@ def check_by_name(model: Any, inputs: Any, method: Any, kind: str) -> None:
         assert got.past_key_values.offloading
         check_same(got, want)
         assert after.kv_bytes == before.kv_bytes and after.kv_bytes_full == before.kv_bytes_full
-        beams = [generate(model, inputs, num_beams=2, **how) for how in (plain, {"cache_implementation": kind})]
+        beams = [generate(model, inputs, num_beams=2, **options) for options in (plain, {"cache_implementation": kind})]
         assert torch.equal(beams[0].sequences, beams[1].sequences)
 
 
@@ -71,7 +71,7 @@ def test_by_name(name: str, method: Any, kind: str, build, streams) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: these streams are real")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU for real streams")
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
 @pytest.mark.parametrize("method", METHODS, ids=str)
@@ -84,10 +84,10 @@ def test_on_a_gpu(method: Any, kind: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("method", ["fastv", "pyramiddrop", "dyrate"])
 def test_what_lies_on_the_host(method: str, streams) -> None:
-    """In a second turn pyramiddrop reads a layer's keys before it runs; dyrate hides keys in the second step."""
+    """pyramiddrop reads a layer's keys before the layer runs in a second turn; dyrate hides keys in the second step."""
     family = FAMILIES["llava"]
     model, inputs = family.build("eager"), family.make_inputs(padding=None)
-    chosen = tokenprune.method("dyrate", mode="mask") if method == "dyrate" else method
+    pruner = tokenprune.method("dyrate", mode="mask") if method == "dyrate" else method
     step = {"input_ids": torch.full((len(inputs["input_ids"]), 1), 20)}
     turn = {name: x for name, x in inputs.items() if name != "attention_mask"}
 
@@ -96,19 +96,19 @@ def test_what_lies_on_the_host(method: str, streams) -> None:
             yield model(**call, past_key_values=cache).logits[:, -1]
 
     calls = [inputs, step, step, turn, step]
-    tokenprune.patch(model, chosen, keep=0.4)
+    tokenprune.patch(model, pruner, keep=0.4)
     want = list(talk(DynamicCache(config=model.config.text_config), calls))
     to_far(model)
     cache = DynamicCache(config=model.config.text_config, offloading=True)
     with counting():
-        for number, logits in enumerate(talk(cache, [far_inputs(call) for call in calls])):
-            close(logits.cpu(), want[number])
-            # The next one to be used is on its way back already.
-            where = [isinstance(layer.keys, Far) for layer in cache.layers]
-            assert where == [True] + [False] * (len(where) - 1)
-        asked = streams.waits
+        for index, logits in enumerate(talk(cache, [far_inputs(call) for call in calls])):
+            close(logits.cpu(), want[index])
+            # The next layer to be used is already prefetched.
+            is_on_device = [isinstance(layer.keys, Far) for layer in cache.layers]
+            assert is_on_device == [True] + [False] * (len(is_on_device) - 1)
+        waits_before = streams.waits
         keys = read_keys(cache, 1)
-        assert isinstance(keys, Far) and streams.waits == asked + 1
+        assert isinstance(keys, Far) and streams.waits == waits_before + 1
 
 
 @torch.no_grad()

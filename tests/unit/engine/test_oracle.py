@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removing tokens computes what masking them computes, for each method and family."""
+"""Dropping tokens equals masking them, for each method and family."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = [
 ]
 
 
-def options(method: str, layer: int | None = None) -> dict[str, int]:
+def choose_layer(method: str, layer: int | None = None) -> dict[str, int]:
     info = tokenprune.method_info(method)
     inside = info.site in (tokenprune.Site.IN_LLM, tokenprune.Site.DECODE)
     one_cut = inside and isinstance(info.options.get("layer"), int)
@@ -40,15 +40,14 @@ def options(method: str, layer: int | None = None) -> dict[str, int]:
 
 
 def check_survivors(cuts: list, inputs: Any, family: Family, model: Any) -> torch.Tensor:
-    """What is left: all text that is not padding, and of the images some, or none where they are withdrawn; returns
-    bool `[B, L]`."""
+    """Check that all text and only some visual tokens are kept; return the kept tokens, bool `[B, L]`."""
     length = inputs["input_ids"].shape[1]
-    alive = survivors(cuts[-1], length)
-    visual, real = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
-    assert torch.equal(alive & ~visual, real & ~visual)
+    is_kept = survivors(cuts[-1], length)
+    visual, is_valid = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
+    assert torch.equal(is_kept & ~visual, is_valid & ~visual)
     withdraws = not tokenprune.method_info(cuts[-1].method).cls.min_tokens
-    assert (visual & ~alive).any() and (withdraws or (alive & visual).any())
-    return alive
+    assert (visual & ~is_kept).any() and (withdraws or (is_kept & visual).any())
+    return is_kept
 
 
 @torch.no_grad()
@@ -56,14 +55,14 @@ def compare_forward(family: Family, model: Any, method: Any, inputs: Any, keep: 
     output, stats = run_pruned(model, inputs, method, keep, **chosen)
     got = output.logits
     cuts = stats.cuts
-    alive = check_survivors(cuts, inputs, family, model)
-    with reduced(family, model, cuts, alive.shape[1]):
+    is_kept = check_survivors(cuts, inputs, family, model)
+    with reduced(family, model, cuts, is_kept.shape[1]):
         want = model(**inputs).logits
-    close(got[alive], want[alive])
-    # Holes are zeros before the head.
-    gone = inputs["attention_mask"].bool() & ~alive
-    hole = model.get_output_embeddings()(torch.zeros(model.config.get_text_config().hidden_size))
-    assert torch.equal(got[gone], hole.expand_as(got[gone]))
+    close(got[is_kept], want[is_kept])
+    # Hidden states of dropped tokens are zeros before the head.
+    dropped = inputs["attention_mask"].bool() & ~is_kept
+    dropped_logits = model.get_output_embeddings()(torch.zeros(model.config.get_text_config().hidden_size))
+    assert torch.equal(got[dropped], dropped_logits.expand_as(got[dropped]))
 
 
 @pytest.mark.each_kind
@@ -98,7 +97,7 @@ def test_generate_of_videos(method: str, name: str, build) -> None:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("layer", [1, 3])
-@pytest.mark.parametrize("method", [m for m in MODEL_METHODS if options(m, 1)])
+@pytest.mark.parametrize("method", [m for m in MODEL_METHODS if choose_layer(m, 1)])
 def test_other_layers(method: str, layer: int, family: Family, model) -> None:
     compare_forward(family, model, method, family.make_inputs(images=(1, 2)), 0.2, layer=layer)
 
@@ -118,9 +117,9 @@ def check_generate(method: str, family: Family, model: Any, batch: dict[str, Any
     check_survivors(cuts, inputs, family, model)
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
         want, _, _ = generate_logits(model, inputs, 4, tokens=tokens)
-    # With padding on the right, transformers reads the first logits at the padding, which is gone.
-    read = inputs["attention_mask"][:, -1].bool()
-    close(got[read], want[read])
+    # With right padding, transformers reads the first logits at the padding, which was dropped.
+    is_valid = inputs["attention_mask"][:, -1].bool()
+    close(got[is_valid], want[is_valid])
     close(got[:, 1:], want[:, 1:])
 
 
@@ -131,14 +130,14 @@ def test_generate_other_batches(method: str, family: Family, model, batch: str) 
     test_generate(method, family, model, batch)
 
 
-def test_the_oracle_can_tell(family: Family, model) -> None:
-    """Without the mask, or cut one layer off, the comparison fails: the models of the zoo are not shy."""
+def test_the_oracle_detects_errors(family: Family, model) -> None:
+    """The comparison fails without a mask, with a cut one layer later, and with one token less."""
     inputs = family.make_inputs(images=(2, 1))
     length = inputs["input_ids"].shape[1]
     with tokenprune.patched(model, "fastv", keep=0.3, record=True):
         got, tokens, _ = generate_logits(model, inputs, 3)
         (cut,) = tokenprune.stats(model).cuts
-    full, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    unmasked, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
     cut.layer += 1
     with reduced(family, model, [cut], length):
         late, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
@@ -146,7 +145,7 @@ def test_the_oracle_can_tell(family: Family, model) -> None:
     cut.kept[0] = cut.kept[0][:1] + cut.kept[0][2:]
     with reduced(family, model, [cut], length):
         short, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
-    for other in (full, late, short):
+    for other in (unmasked, late, short):
         with pytest.raises(AssertionError):
             close(got, other)
         assert (got - other).abs().max() > 1e-3

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized caches: with a quantizer that loses nothing the answers are those of a dynamic cache; with a real one,
-those of the unpatched model with that very cache, from which the same tokens are hidden."""
+"""Quantized caches equal a dynamic cache or the masked model.
+
+A lossless quantizer equals the dynamic cache. A real quantizer equals the unpatched model with the same cache and the
+dropped tokens masked.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ METHODS = ["divprune", "fastv", ["divprune", "fastv"]]
 STEPS = 6
 
 
-def dynamic(model: Any) -> DynamicCache:
+def make_dynamic(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config.get_text_config())
 
 
@@ -38,7 +41,7 @@ def dynamic(model: Any) -> DynamicCache:
 def test_equals_the_dynamic_cache(name: str, method: Any, padding: str | None, build) -> None:
     model, inputs = FAMILIES[name].prepare(build, padding=padding)
     with tokenprune.patched(model, method, keep=0.4):
-        want, before = generate(model, inputs, past_key_values=dynamic(model)), tokenprune.stats(model)
+        want, before = generate(model, inputs, past_key_values=make_dynamic(model)), tokenprune.stats(model)
         got, after = generate(model, inputs, past_key_values=lossless(model)), tokenprune.stats(model)
     check_same(got, want, exact=True)
     scales = 2 * 4 * len(got.past_key_values.layers)
@@ -52,10 +55,10 @@ def test_equals_the_dynamic_cache(name: str, method: Any, padding: str | None, b
 @pytest.mark.parametrize("method", [*METHODS, "pyramiddrop"], ids=str)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_second_turns(name: str, method: Any, build) -> None:
-    """pyramiddrop looks at all keys of a layer before that runs."""
+    """pyramiddrop reads all keys of a layer before the layer runs."""
     model, inputs = FAMILIES[name].prepare(build, padding=None)
     with tokenprune.patched(model, method, keep=0.4):
-        want, before = talk(model, inputs, inputs, dynamic(model)), tokenprune.stats(model)
+        want, before = talk(model, inputs, inputs, make_dynamic(model)), tokenprune.stats(model)
         got, after = talk(model, inputs, inputs, lossless(model)), tokenprune.stats(model)
     check_logits(got, want, exact=True)
     assert after.visual_tokens_out == before.visual_tokens_out
@@ -64,10 +67,10 @@ def test_second_turns(name: str, method: Any, build) -> None:
 
 @torch.no_grad()
 def test_beams(build) -> None:
-    """The rows of what is quantized change in the next step only; whoever reads it before sees them as they are."""
+    """Quantized rows are reordered in the next step, but a reader sees the new order at once."""
     model, inputs = FAMILIES["llava"].prepare(build, padding=None)
     with tokenprune.patched(model, "fastv", keep=0.4):
-        want = generate(model, inputs, num_beams=3, past_key_values=dynamic(model))
+        want = generate(model, inputs, num_beams=3, past_key_values=make_dynamic(model))
         got = generate(model, inputs, num_beams=3, past_key_values=lossless(model))
         assert torch.equal(got.sequences, want.sequences)
         rows = torch.tensor([2, 0, 1] * 2)
@@ -79,7 +82,7 @@ def test_beams(build) -> None:
 
 
 def _python_unpack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """quanto would compile its C++ in the first call."""
+    """Avoid the compilation of quanto's C++ in the first call."""
     from optimum.quanto.library.extensions import cpp
 
     def unpack(packed: Tensor, bits: int) -> Tensor:
@@ -93,45 +96,47 @@ def _quanto(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Callabl
     _python_unpack(monkeypatch)
     text = model.config.get_text_config()
     cache = QuantizedCache("quanto", text, nbits=4, q_group_size=HEAD_DIM, residual_length=3)
-    return cache, lambda numbers: numbers // 2 + numbers // HEAD_DIM * (4 + 4)  # a scale and a zero point
+    return cache, lambda num_values: num_values // 2 + num_values // HEAD_DIM * (4 + 4)  # a scale and a zero point
 
 
 def _hqq(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Callable[[int], int]]:
     pytest.importorskip("hqq", reason="hqq is not installed (pip install hqq): transformers imports it at once, slowly")
     options = dict(nbits=8, axis_key=1, axis_value=1, q_group_size=HEAD_DIM, residual_length=3)
     cache = QuantizedCache("hqq", model.config.get_text_config(), **options)
-    return cache, lambda numbers: numbers + numbers // HEAD_DIM * (4 + 4)
+    return cache, lambda num_values: num_values + num_values // HEAD_DIM * (4 + 4)
 
 
 def _fp8(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Callable[[int], int]]:
     if not hasattr(cache_utils, "Fp8QuantizedLayer"):
-        pytest.skip("this version of transformers has no fp8 cache")
-    kind = cache_utils.Fp8QuantizedLayer
-    quantize = kind._quantize
-    # It is scaled by the largest number of the first call, which may be that of a token that is gone.
-    fixed = torch.tensor(0.05)
-    monkeypatch.setattr(kind, "_quantize", lambda self, x, scale=None: quantize(self, x, fixed))
-    return QuantizedCache("fp8", model.config.get_text_config()), lambda numbers: numbers + 4
+        pytest.skip("this version of transformers lacks the fp8 cache")
+    layer_class = cache_utils.Fp8QuantizedLayer
+    quantize = layer_class._quantize
+    # The scale is the maximum of the first call, which may belong to a dropped token.
+    fixed_scale = torch.tensor(0.05)
+    monkeypatch.setattr(layer_class, "_quantize", lambda self, x, scale=None: quantize(self, x, fixed_scale))
+    return QuantizedCache("fp8", model.config.get_text_config()), lambda num_values: num_values + 4
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("made", [_quanto, _hqq, _fp8], ids=["quanto", "hqq", "fp8"])
+@pytest.mark.parametrize("make_cache", [_quanto, _hqq, _fp8], ids=["quanto", "hqq", "fp8"])
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_real_quantizers(name: str, method: str, made: Callable, build, monkeypatch) -> None:
-    """Each group of numbers is of one token and head here, so that it does not matter which others there are."""
+def test_real_quantizers(name: str, method: str, make_cache: Callable, build, monkeypatch) -> None:
+    """Each quantization group is one token of one head, so other tokens do not change its values."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs()
-    cache, size = made(model, monkeypatch)
+    cache, size = make_cache(model, monkeypatch)
     with tokenprune.patched(model, method, keep=0.4, record=True):
         exact, _, _ = generate_logits(model, inputs, STEPS)
         got, tokens, _ = generate_logits(model, inputs, STEPS, past_key_values=cache)
         stats = tokenprune.stats(model)
     config, rows = model.config.get_text_config(), len(inputs["input_ids"])
-    numbers = [rows * config.num_key_value_heads * width * HEAD_DIM for width in stats.width_per_layer]
-    assert stats.kv_bytes == sum(2 * size(one) for one in numbers) < 8 * sum(numbers)
+    num_values = [rows * config.num_key_value_heads * width * HEAD_DIM for width in stats.width_per_layer]
+    assert stats.kv_bytes == sum(2 * size(count) for count in num_values) < 8 * sum(num_values)
     with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
-        want, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens, past_key_values=made(model, monkeypatch)[0])
+        want, _, _ = generate_logits(
+            model, inputs, STEPS, tokens=tokens, past_key_values=make_cache(model, monkeypatch)[0]
+        )
     close(got, want, 1e-4)
     assert not torch.equal(got, exact)
 
@@ -155,7 +160,7 @@ def test_methods_that_drop_while_decoding(mode: str, build) -> None:
 
 
 @torch.no_grad()
-def test_what_transformers_does_to_the_last_tokens_only(build) -> None:
+def test_unsupported_cache_changes_are_refused(build) -> None:
     model, inputs = FAMILIES["llava"].prepare(build, padding=None)
     text = torch.full((len(inputs["input_ids"]), 1), 11)
     with tokenprune.patched(model, "fastv", keep=0.4):
@@ -173,12 +178,14 @@ def test_what_transformers_does_to_the_last_tokens_only(build) -> None:
         assert torch.equal(model(input_ids=text, past_key_values=cache).logits, want)
         cache.reset()
         assert type(cache) is Cache
-        again = lossless(model)
-        assert torch.equal(model(**inputs, past_key_values=cache).logits, model(**inputs, past_key_values=again).logits)
+        other_cache = lossless(model)
+        assert torch.equal(
+            model(**inputs, past_key_values=cache).logits, model(**inputs, past_key_values=other_cache).logits
+        )
 
 
 class Unknown(DynamicLayer):
-    """A layer of which nobody knows how it keeps its tokens."""
+    """A cache layer of an unknown kind."""
 
 
 @torch.no_grad()

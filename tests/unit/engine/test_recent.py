@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about a prompt serve the next one of its shape, and no other."""
+"""Cached properties of a prompt are reused for prompts of the same shape only."""
 
 from __future__ import annotations
 
@@ -24,43 +24,43 @@ FAMILY = FAMILIES["llava"]
 
 
 @torch.no_grad()
-def logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+def compute_logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return model(**inputs, use_cache=True).logits
 
 
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The devices of the segments that are made, one for each search."""
-    found: list[torch.device] = []
+    """Record the device of each search for segments."""
+    devices: list[torch.device] = []
     search = plan.find_segments
 
-    def noted(masks: Any, outputs: Any, per: str, device: torch.device, *rest: Any) -> Any:
-        found.append(device)
+    def record(masks: Any, outputs: Any, per: str, device: torch.device, *rest: Any) -> Any:
+        devices.append(device)
         return search(masks, outputs, per, device, *rest)
 
-    monkeypatch.setattr(plan, "find_segments", noted)
-    return found
+    monkeypatch.setattr(plan, "find_segments", record)
+    return devices
 
 
-def test_as_many_are_kept_as_it_says_and_the_oldest_leave() -> None:
+def test_cache_evicts_the_oldest_entry() -> None:
     recent = FIFOCache()
     for key in range(3 * FIFOCache.MAX_ENTRIES):
         assert recent.get(key, lambda key=key: str(key)) == str(key)
     assert len(recent._entries) == FIFOCache.MAX_ENTRIES
     assert recent.get(key, pytest.fail) == str(key)
-    assert recent.get(0, lambda: "anew") == "anew"
+    assert recent.get(0, lambda: "new") == "new"
     assert not copy.deepcopy(recent)._entries and not pickle.loads(pickle.dumps(recent))._entries
 
 
 def test_a_prompt_of_the_same_shape_is_searched_once(searches: list[torch.device]) -> None:
     model, inputs = FAMILY.build(), FAMILY.make_inputs(images=(1, 2))
     tokenprune.patch(model, "divprune", keep=0.5)
-    first = logits(model, inputs)
+    first = compute_logits(model, inputs)
     others = inputs | {"pixel_values": inputs["pixel_values"].flip(-1)}
     text = inputs["input_ids"] != model.config.image_token_id
     others["input_ids"] = inputs["input_ids"].where(~text, inputs["input_ids"].roll(1, -1).where(text.roll(1, -1), 5))
-    assert not torch.equal(logits(model, others), first) and len(searches) == 1
-    assert torch.equal(logits(model, inputs), first) and len(searches) == 1
+    assert not torch.equal(compute_logits(model, others), first) and len(searches) == 1
+    assert torch.equal(compute_logits(model, inputs), first) and len(searches) == 1
 
 
 OTHERS: dict[str, Any] = {
@@ -76,74 +76,74 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("change", OTHERS)
-def test_another_prompt_is_searched_anew(change: str, searches: list[torch.device]) -> None:
+def test_another_prompt_is_searched_again(change: str, searches: list[torch.device]) -> None:
     inputs = FAMILY.make_inputs(images=(1, 2))
     other = OTHERS[change](FAMILY, inputs)
     fresh, model = FAMILY.build(), FAMILY.build()
-    for one in (fresh, model):
-        tokenprune.patch(one, "fastv", keep=0.5)
-    wanted = logits(fresh, other)
+    for patched in (fresh, model):
+        tokenprune.patch(patched, "fastv", keep=0.5)
+    expected = compute_logits(fresh, other)
     searches.clear()
-    logits(model, inputs)
-    assert torch.equal(logits(model, other), wanted) and len(searches) == 2
+    compute_logits(model, inputs)
+    assert torch.equal(compute_logits(model, other), expected) and len(searches) == 2
 
 
-def test_images_of_another_shape_in_the_same_places_are_others(searches: list[torch.device]) -> None:
+def test_image_shapes_are_part_of_the_key(searches: list[torch.device]) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model = tokenprune.patch(family.build(), "divprune", keep=0.5)
     wide, high = (family.make_inputs(images=(1,), sizes=(size,)) for size in ((8, 16), (16, 8)))
     assert torch.equal(wide["input_ids"], high["input_ids"])
     for inputs in (wide, high):
-        logits(model, inputs)
+        compute_logits(model, inputs)
     assert len(searches) == 2
 
 
-def test_another_budget_is_planned_anew() -> None:
+def test_another_budget_is_planned_again() -> None:
     model, inputs = FAMILY.prepare(images=(1, 2))
     for keep in (0.5, 0.25):
         stats = run_pruned(model, inputs, "fastv", keep)[1]
         assert stats.visual_tokens_out == keep * stats.visual_tokens_in
 
 
-def test_what_inference_made_serves_training() -> None:
+def test_cached_values_of_inference_serve_training() -> None:
     model, inputs = FAMILY.build(), FAMILY.make_inputs(images=(1, 2))
     tokenprune.patch(model, "visionzip", keep=0.5)
     recent = FIFOCache()
     with torch.inference_mode():
         assert not recent.get(0, lambda: torch.zeros(1)).is_inference()
         first = model(**inputs).logits
-    found = model(**inputs).logits
-    found.sum().backward()
-    assert torch.equal(first, found)
+    second = model(**inputs).logits
+    second.sum().backward()
+    assert torch.equal(first, second)
 
 
-def test_a_model_that_moves_has_its_own(searches: list[torch.device]) -> None:
+def test_moved_model_has_new_entries(searches: list[torch.device]) -> None:
     inputs = FAMILY.make_inputs(images=(1, 2))
     model = FAMILY.build("eager")
     tokenprune.patch(model, "fastv", keep=0.5)
-    first = logits(model, inputs)
-    half = logits(model.to(torch.bfloat16), inputs | {"pixel_values": inputs["pixel_values"].bfloat16()})
+    first = compute_logits(model, inputs)
+    half = compute_logits(model.to(torch.bfloat16), inputs | {"pixel_values": inputs["pixel_values"].bfloat16()})
     assert half.dtype == torch.bfloat16
     model.float()
     far = to_far(model)
     with counting():
-        found = logits(far, far_inputs(inputs))
-    assert isinstance(found, Far) and found.shape == first.shape
+        actual = compute_logits(far, far_inputs(inputs))
+    assert isinstance(actual, Far) and actual.shape == first.shape
     assert [device.type for device in searches] == ["cpu", "far"]
 
 
 def test_threads_with_different_prompts_get_their_own_answers() -> None:
     prompts = [FAMILY.make_inputs(images=images) for images in ((1,), (2,), (1, 2), (2, 1))]
     model = tokenprune.patch(FAMILY.build(), "divprune", keep=0.5)
-    expected = [logits(model, inputs) for inputs in prompts]
+    expected = [compute_logits(model, inputs) for inputs in prompts]
     with ThreadPoolExecutor(4) as threads:
-        answers = list(threads.map(lambda turn: logits(model, prompts[turn % 4]), range(32)))
+        answers = list(threads.map(lambda turn: compute_logits(model, prompts[turn % 4]), range(32)))
     assert all(torch.equal(answer, expected[turn % 4]) for turn, answer in enumerate(answers))
 
 
 @torch.no_grad()
 def test_a_static_cache_goes_on_under_a_later_patch() -> None:
-    """Its steps take masks of their own, for which the layers are watched from the first static cache on."""
+    """Steps with a static cache need other masks, and layers are observed from the first static cache on."""
     model, inputs = FAMILY.prepare(images=(1, 2))
     rows, length = inputs["input_ids"].shape
     step = {"input_ids": torch.full((rows, 1), 20)}
@@ -159,16 +159,16 @@ def test_a_static_cache_goes_on_under_a_later_patch() -> None:
 
 
 def test_tiles_share_their_budget_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of one shape share the places of patches, and how many of each tile stay: both follow from sizes."""
-    asked: list[int] = []
+    """Prompts of one shape share the patch indices and the budget of each tile, which depend on sizes only."""
+    num_tiles: list[int] = []
 
-    def noted(weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        asked.append(len(weight))
-        return shares(weight, *rest)
+    def record(weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        num_tiles.append(len(weight))
+        return split_budget(weight, *rest)
 
-    shares = tiles.split_budget
-    monkeypatch.setattr(tiles, "split_budget", noted)
+    split_budget = tiles.split_budget
+    monkeypatch.setattr(tiles, "split_budget", record)
     model = tokenprune.patch(FAMILY.build(), "visionzip", keep=0.5)
     for images in ((1, 2), (1, 2), (1, 1), (1, 2)):
-        logits(model, FAMILY.make_inputs(images=images))
-    assert asked == [3, 2]
+        compute_logits(model, FAMILY.make_inputs(images=images))
+    assert num_tiles == [3, 2]

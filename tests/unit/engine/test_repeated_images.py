@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beams and samples of models that repeat images instead of rows are refused, and other models are left alone."""
+"""Beams and samples are refused for models that repeat images instead of rows, and unchanged for other models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generate(model: Any, inputs: Any, **options: Any) -> torch.Tensor:
     return output.logits[0]
 
 
-def test_the_models_under_test_are_all_there() -> None:
+def test_all_models_under_test_exist() -> None:
     assert len(REPEATING) == 5
 
 
@@ -79,7 +79,7 @@ def test_keep_of_all_tokens_equals_the_unpatched_model() -> None:
         assert torch.equal(generate(model, inputs, **BEAMS), unpatched)
 
 
-# -- the check alone: two images (a of two tokens, b of three) in row 0, and one (c of one token) in row 1
+# -- check_rows: row 0 has two images (a of two tokens, b of three), row 1 has one (c of one token) ------
 
 
 class Output(dict):
@@ -97,8 +97,8 @@ def test_features_are_compared_with_rows() -> None:
         check_rows({"image": [5, 5, 1, 1]}, {"image": Output(a, a, b, b, c, c, num_encoded=3)})
     with pytest.raises(PlaceholderMismatchError, match="row 1 has 4 placeholders"):
         check_rows({"image": [4, 4, 1, 1]}, {"image": Output(a, a, d, d, c, c, num_encoded=3)})
-    # Without repetition the same images may stand in any row, also as the same tensor out of a cache.
+    # Without repetition, any row may hold the same image, also as the same tensor from a cache.
     check_rows({"image": [4, 4]}, {"image": Output(a, a, d, d, num_encoded=4)})
-    # Copies that were moved to another device are different tensors.
+    # Copies on another device are different tensors.
     moved = [feature.clone() for feature in (a, d, a, d, c, c)]
     check_rows({"image": [4, 4, 1, 1]}, {"image": Output(*moved, num_encoded=3)})

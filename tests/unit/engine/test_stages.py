@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of a method: counts by content, what they hand on, and looking only."""
+"""Stages of a method: counts that depend on content, values passed between stages, and stages without a cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from staged_methods import BATCHES, ByContent, Choose, Stage, Staged, batch, che
 from tokenprune import Budget, VisualTokens
 from zoo import FAMILIES, Family
 
-# -- counts decided by content -----------------------------------------------------------------------------------------
+# -- counts that depend on content -------------------------------------------------------------------------------------
 
 
 @kind
@@ -27,29 +27,29 @@ def test_a_method_that_counts_by_content_is_asked_whatever_its_budget(family: Fa
     assert 0 < sum(visual_left(family, model, inputs, cuts[0])) < before
 
 
-def test_keeping_everything_asks_nobody(build: Any) -> None:
+def test_keep_all_calls_no_method(build: Any) -> None:
     model, inputs = FAMILIES["llava"].prepare(build)
 
-    def never(tokens: VisualTokens) -> Tensor:
-        raise AssertionError("asked with keep=1.0")
+    def fail_if_called(tokens: VisualTokens) -> Tensor:
+        raise AssertionError("called with keep=1.0")
 
     with torch.no_grad():
         want = model(**inputs).logits
-        for method in (ByContent(1, never), Staged((ByContent(1, never), Stage(2, never)))):
+        for method in (ByContent(1, fail_if_called), Staged((ByContent(1, fail_if_called), Stage(2, fail_if_called)))):
             with tokenprune.patched(model, method, keep=1.0):
                 assert torch.equal(model(**inputs).logits, want)
 
 
-def test_other_methods_are_not_asked_where_their_budget_is_all(build: Any) -> None:
+def test_methods_are_not_called_if_their_budget_is_all(build: Any) -> None:
     model, inputs = FAMILIES["llava"].prepare(build)
-    asked = []
-    with torch.no_grad(), tokenprune.patched(model, Stage(1, lambda tokens: asked.append(1)), keep=10_000):
+    calls = []
+    with torch.no_grad(), tokenprune.patched(model, Stage(1, lambda tokens: calls.append(1)), keep=10_000):
         model(**inputs)
-    assert not asked
+    assert not calls
 
 
 @kind
-def test_a_stage_is_told_what_a_stage_by_content_really_left(family: Family, build: Any) -> None:
+def test_stages_get_the_actual_counts(family: Family, build: Any) -> None:
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     reached: list[list[int]] = []
 
@@ -60,21 +60,20 @@ def test_a_stage_is_told_what_a_stage_by_content_really_left(family: Family, bui
     method = Staged((ByContent(1, every(2)), Stage(3, note)), (Budget(keep=10_000), Budget(keep=0.5)))
     cuts = check(family, model, method, inputs)
     counts = [count for row in inputs.counts for count in row]
-    if len(reached[0]) == len(counts):  # else a piece is a tile
+    if len(reached[0]) == len(counts):  # otherwise a segment is a tile
         assert reached[0] == [-(-count // 2) for count in counts]
     assert sum(visual_left(family, model, inputs, cuts[1])) == sum(max(1, round(n * 0.5)) for n in reached[0])
 
 
-# -- what stages remember ----------------------------------------------------------------------------------------------
+# -- values that stages remember ---------------------------------------------------------------------------------------
 
 
 @kind
 @batch
-def test_what_a_stage_remembers_follows_the_tokens(family: Family, batch: str, build: Any) -> None:
-    """Three stages: the first remembers where each token stands, the second cuts, the third finds the positions of
-    those that are left; numbers for each image, and for the whole call, stay as they are."""
+def test_remembered_values_follow_the_tokens(family: Family, batch: str, build: Any) -> None:
+    """A cut between two stages selects the remembered values per token and per image; other values are unchanged."""
     model, inputs = build(family), family.make_inputs(**BATCHES[batch])
-    seen = []
+    counts = []
 
     def first(tokens: VisualTokens) -> Tensor:
         position = tokens.segments.position.masked_fill(~tokens.mask, 0)
@@ -89,16 +88,18 @@ def test_what_a_stage_remembers_follows_the_tokens(family: Family, batch: str, b
         assert torch.equal(tokens.carry["position"], position)
         assert torch.equal(tokens.carry["wide"], position[..., None].expand(-1, -1, 3).float())
         assert tokens.carry["row"].tolist() == tokens.segments.row and tokens.carry["number"] == 7
-        seen.append(tokens.counts)
+        counts.append(tokens.counts)
         return every(2, 1)(tokens) | (torch.arange(tokens.mask.shape[1]) == 0)
 
-    whole = Budget(keep=1.0)
-    method = Staged((ByContent(1, first), Stage(2, every(3)), ByContent(3, last)), (whole, Budget(keep=0.4), whole))
+    keep_all = Budget(keep=1.0)
+    method = Staged(
+        (ByContent(1, first), Stage(2, every(3)), ByContent(3, last)), (keep_all, Budget(keep=0.4), keep_all)
+    )
     cuts = check(family, model, method, inputs)
-    assert len(seen) == 2 and [cut.layer for cut in cuts] == [2, 3]  # a forward, and the prefill of generate
+    assert len(counts) == 2 and [cut.layer for cut in cuts] == [2, 3]  # one forward, and the prefill of generate
 
 
-def test_what_has_the_shape_of_tokens_by_chance_can_stay(build: Any) -> None:
+def test_values_with_per_token_false_are_not_selected(build: Any) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
 
@@ -117,45 +118,45 @@ def test_what_has_the_shape_of_tokens_by_chance_can_stay(build: Any) -> None:
     check(family, model, method, inputs)
 
 
-def test_composed_methods_do_not_see_what_the_other_remembers(build: Any) -> None:
+def test_composed_methods_have_separate_carries(build: Any) -> None:
     model, inputs = FAMILIES["llava"].prepare(build)
-    found = []
+    carries = []
 
     def remember(value: int) -> Choose:
         def choose(tokens: VisualTokens) -> Tensor:
-            found.append(dict(tokens.carry))
+            carries.append(dict(tokens.carry))
             tokens.remember("mine", value)
             return tokens.mask
 
         return choose
 
-    one = Staged((ByContent(1, remember(1)), ByContent(3, remember(2))))
-    two = ByContent(2, remember(3))
-    with torch.no_grad(), tokenprune.patched(model, [one, two], keep=[0.5, 0.5]):
+    first = Staged((ByContent(1, remember(1)), ByContent(3, remember(2))))
+    second = ByContent(2, remember(3))
+    with torch.no_grad(), tokenprune.patched(model, [first, second], keep=[0.5, 0.5]):
         model(**inputs)
         model(**inputs)
-    assert found == [{}, {}, {"mine": 1}] * 2  # and nothing is left from one call to the next
+    assert carries == [{}, {}, {"mine": 1}] * 2  # values do not survive a call
 
 
-# -- stages that only look ---------------------------------------------------------------------------------------------
+# -- stages without a cut ----------------------------------------------------------------------------------------------
 
 
 @kind
 @batch
-def test_a_stage_that_only_looks_changes_nothing(family: Family, batch: str, build: Any) -> None:
+def test_stage_without_a_cut_changes_nothing(family: Family, batch: str, build: Any) -> None:
     model, inputs = build(family), family.make_inputs(**BATCHES[batch])
-    asked = []
-    method = Staged((ByContent(1, lambda tokens: asked.append(1) or tokens.mask),))
+    calls = []
+    method = Staged((ByContent(1, lambda tokens: calls.append(1) or tokens.mask),))
     with torch.no_grad():
         want = model(**inputs).logits
         with tokenprune.patched(model, method, keep=10_000, record=True):
             assert torch.equal(model(**inputs).logits, want)
             stats = tokenprune.stats(model)
-    assert asked and not stats.cuts and not stats.removals and stats.keep_ratio == 1
+    assert calls and not stats.cuts and not stats.removals and stats.keep_ratio == 1
     assert check(family, model, method, inputs, keep=10_000) == []
 
 
-def test_nothing_is_compacted_where_nothing_leaves(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compaction_without_a_cut(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenprune.integrations.hf.forward.token_state import Layout
 
     model, inputs = FAMILIES["llava"].prepare(build)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often the host waits for the device in a prefill and in decode steps (the table in docs/results/speed.md).
+"""Waits of the host for the device in a prefill and in decode steps (the table in docs/results/speed.md).
 
-On the CPU the device is a pretended one (far_device.py), which counts everything that would make the host wait.
+On the CPU the device is simulated (far_device.py). It counts everything that would make the host wait.
 """
 
 from __future__ import annotations
@@ -36,77 +36,77 @@ from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune.selection.sites.encoder import Tower
 from zoo import FAMILIES, Family
 
-# One-dimensional positions, three axes of them, masks that the model prepares itself.
+# One-dimensional positions, positions on three axes, and masks that the model prepares itself.
 FAMILY_NAMES = ("llava", "qwen2_5_vl", "gemma3")
-# What the library may wait for: where the placeholders and the padding are;
+# Expected waits of the library. Every prefill: the indices of placeholders and padding.
 PLACEHOLDERS = 1
-# the shapes of the images, of each modality, where the processor hands them over as a tensor (Qwen-VL);
+# Qwen-VL: the shapes of the images of a modality, which the processor passes as a tensor.
 GRIDS = 1
-# how many tokens are left, where the numbers of `keep` do not tell;
+# The number of kept tokens, if `keep` does not determine it.
 COUNTS = 1
-# in the tower, the grids of its images; and in each block how many are left, by thresholds; the members of each
-# merge, where images differ in number; which pieces attend to themselves (Qwen-VL, where images of one size go
-# together).
+# Inside a tower: the grids of its images. Per block: the kept tokens (with thresholds), the members of each merge (if
+# images differ in count), and the pieces that attend to themselves (Qwen-VL groups images of one size).
 TOWER_GRIDS, BLOCK_COUNTS, BLOCK_MEMBERS, BLOCK_PIECES = 1, 1, 2, 1
 SIZES = 3
-# A decision while decoding: its rate, and how many keys stay where the others are thrown away.
+# A decision while decoding: its rate, and with eviction the number of kept keys.
 DECISION = {"evict": 2, "mask": 1}
 TOWER_BLOCKS = 4
-# Methods that ask themselves: which frames make a scene; the chances of each of two videos, drawn on the host; a search
-# of as many steps as it takes (of pixelprune, where `keep` binds); how many patches each tile has; what a prompt's own
-# schedule is made of; the sizes of clusters; at each cut, how many tokens stay; whether a decomposition went well, of
-# all images, or of each with its groups; inside a tower, how many patches are left of each image, and which. unipool
-# asks about videos of more tokens than these have.
-ASKING = {"prunevid": 1, "kitoke": 2, "llava_scissor": math.inf, "pixelprune": math.inf, "vispruner": 1}
-ASKING |= {"autoprune": 1, "vitcop": 1, "visipruner": 1, "dtd": 1, "agilepruner": 1, "prunesid": 6, "flowcut": 5}
-ASKING |= {"pact": math.inf, "sttm": math.inf, "entropyprune": 2, "erase": 1, "unipool": 0}
+# Waits of the methods themselves. math.inf: searches without a fixed number of steps. Others read scene borders
+# (prunevid), the sampling of each video (kitoke), the patches of each tile (vispruner), the schedule of a prompt
+# (autoprune), cluster sizes, the kept tokens of a cut, the convergence of a decomposition, or the patches kept inside
+# a tower. unipool only waits for longer videos.
+METHOD_WAITS = {"prunevid": 1, "kitoke": 2, "llava_scissor": math.inf, "pixelprune": math.inf, "vispruner": 1}
+METHOD_WAITS |= {"autoprune": 1, "vitcop": 1, "visipruner": 1, "dtd": 1, "agilepruner": 1, "prunesid": 6, "flowcut": 5}
+METHOD_WAITS |= {"pact": math.inf, "sttm": math.inf, "entropyprune": 2, "erase": 1, "unipool": 0}
 
 
-def allowed(family: Family, name: str) -> int:
-    """Waits in a prefill beside those of the unpatched model."""
+def count_allowed_waits(family: Family, name: str) -> int:
+    """Return the number of waits that a patch may add to a prefill."""
     site, packed = tokenprune.method_info(name).site, family.types == "mm_token_type_ids"
-    number = PLACEHOLDERS + GRIDS * packed * (1 + (name in VIDEO_METHODS))  # of the video, and of an image beside it
+    count = PLACEHOLDERS + GRIDS * packed * (
+        1 + (name in VIDEO_METHODS)
+    )  # the grid of the video, and of an image in the same prompt
     if name == "vscan" or site is Site.IN_ENCODER:
-        number += COUNTS
+        count += COUNTS
     if site is Site.IN_ENCODER:
-        number += packed * (TOWER_GRIDS + BLOCK_PIECES * TOWER_BLOCKS)
-    number += ASKING.get(name, 0)
+        count += packed * (TOWER_GRIDS + BLOCK_PIECES * TOWER_BLOCKS)
+    count += METHOD_WAITS.get(name, 0)
     if name == "dymu":
-        number += TOWER_BLOCKS * (SIZES if packed else 1) * (BLOCK_COUNTS + BLOCK_MEMBERS)
-    return number
+        count += TOWER_BLOCKS * (SIZES if packed else 1) * (BLOCK_COUNTS + BLOCK_MEMBERS)
+    return count
 
 
-def configured(name: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def configure_method(name: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     if name == "dymu":
         monkeypatch.setattr(Thresholds, "check", lambda self, fingerprint: None)
         monkeypatch.setattr(Tower, "fingerprint", None)
-        # What the model does not read of the tower merges nothing.
+        # A threshold of 1.0 merges no tokens: the model does not read the last block.
         values = [0.3, 0.3, 1.0] if model.config.model_type == "llava" else [0.3] * TOWER_BLOCKS
         thresholds = Thresholds({0.5: torch.tensor(values)}, fingerprint=None, images=1)
         return tokenprune.method(name, thresholds=thresholds)
-    if name == "pixelprune":  # its search asks as often without anchors, and is quicker on a pretended device
+    if name == "pixelprune":  # without anchors its search waits as often and is faster on the simulated device
         return tokenprune.method(name, anchored=False)
     return tokenprune.method(name)
 
 
 def patched_model(family: Family, name: str | None, monkeypatch: pytest.MonkeyPatch, attn: str = "eager") -> Any:
-    """A model of its own on the CPU; skips what does not go together."""
+    """Return a patched model on the CPU, and skip unsupported combinations."""
     if name is not None:
         if tokenprune.method_info(name).site is Site.PRE_ENCODER:
-            pytest.skip(f"{name} acts on the processor's tensors, on the host, and leaves the model alone")
+            pytest.skip(f"{name} acts on the processor's tensors on the host")
         check_takes(family, name)
     model = family.build(attn)
     if name is not None:
-        method = configured(name, model, monkeypatch)
+        method = configure_method(name, model, monkeypatch)
         try:
             tokenprune.patch(model, method, keep=1.0 if method.site is Site.ATTENTION else 0.5, record=True)
-        except TokenPruneError as refusal:
-            pytest.skip(f"{name} refuses {family.name}: {refusal}")
+        except TokenPruneError as error:
+            pytest.skip(f"{name} refuses {family.name}: {error}")
     return model
 
 
-def inputs_of(family: Family, name: str | None, large: bool) -> Any:
-    """Return inputs that the method acts on; skips where the family takes none."""
+def make_inputs(family: Family, name: str | None, large: bool) -> Any:
+    """Return inputs that the method acts on, and skip if the family has none."""
     if name is not None:
         check_takes(family, name)
     if name == "pevlm":
@@ -120,26 +120,25 @@ def inputs_of(family: Family, name: str | None, large: bool) -> Any:
 @pytest.mark.parametrize("videos", [1, 2])
 @torch.no_grad()
 def test_frames_that_merge_in_the_tower(videos: int) -> None:
-    """Of each video how alike its frames are, behind each block that merges, and once more for groups; then what the
-    patches receive, of all of them."""
+    """Waits: frame similarities per video, for each merging block and once for groups; then the received attention."""
     family, blocks = FAMILIES["llava_onevision"], (0, 1)
     model = family.build()
     tokenprune.patch(model, "earlytom", keep=0.5, layers=blocks, threshold=-1.0)
     inputs = family.make_inputs(images=(0,) * videos, video=[9] * videos)
     with counting() as prefill:
         to_far(model)(**far_inputs(inputs))
-    of_frames = videos * (len(blocks) + 1) + 1
-    assert sum(prefill.ours.values()) == PLACEHOLDERS + of_frames + COUNTS, prefill.ours
+    num_frame_waits = videos * (len(blocks) + 1) + 1
+    assert sum(prefill.ours.values()) == PLACEHOLDERS + num_frame_waits + COUNTS, prefill.ours
 
 
 def next_step(family: Family, inputs: Any, token: int) -> dict[str, Any]:
     rows, length = inputs["input_ids"].shape
-    place = torch.full((rows, 1), length + token)
+    position = torch.full((rows, 1), length + token)
     mask = torch.cat([inputs["attention_mask"], torch.ones(rows, 1 + token, dtype=torch.long)], 1)
     return {
         "input_ids": torch.full((rows, 1), 20 + token),
         "attention_mask": mask,
-        "position_ids": place.expand(3, -1, -1) if family.types == "mm_token_type_ids" else place,
+        "position_ids": position.expand(3, -1, -1) if family.types == "mm_token_type_ids" else position,
     }
 
 
@@ -152,18 +151,18 @@ _baselines: dict[Any, int] = {}
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 @torch.no_grad()
 def test_prefill(family_name: str, name: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few times, all of them known, and as many for a large prompt as for a small one; none in a step of decoding."""
+    """The number of waits is bounded and independent of the prompt length; decode steps never wait."""
     family = FAMILIES[family_name]
-    # torch makes no bias of a pretended tensor.
+    # torch cannot create this bias on the simulated device.
     monkeypatch.setattr(
         block_attention, "causal_lower_right",
         lambda q, k: torch.ones(q, k, dtype=torch.bool, device=device()).tril(k - q),
     )  # fmt: skip
     model = to_far(patched_model(family, name, monkeypatch))
-    inputs = inputs_of(family, name, large)
+    inputs = make_inputs(family, name, large)
     with counting() as prefill:
         cache = model(**far_inputs(inputs), use_cache=True).past_key_values
-    assert sum(prefill.ours.values()) <= allowed(family, name), prefill.ours
+    assert sum(prefill.ours.values()) <= count_allowed_waits(family, name), prefill.ours
     step = far_inputs(next_step(family, inputs, 0))
     with counting() as decode:
         model(**step, past_key_values=cache, use_cache=True)
@@ -171,17 +170,17 @@ def test_prefill(family_name: str, name: str, large: bool, monkeypatch: pytest.M
     with counting() as reading:
         stats = tokenprune.stats(model)
     assert stats.visual_tokens_out or not tokenprune.method_info(name).cls.min_tokens
-    assert bool(reading.found) == bool(stats.cuts)  # what is recorded is read when it is asked for
+    assert bool(reading.found) == bool(stats.cuts)  # recorded values are read on request
 
-    key = (family_name, large, name == "pevlm", name in VIDEO_METHODS)  # what tells inputs apart
+    key = (family_name, large, name == "pevlm", name in VIDEO_METHODS)  # identifies the inputs
     if key not in _baselines:
         model = to_far(patched_model(family, None, monkeypatch))
         with counting() as baseline:
             model(**far_inputs(inputs), use_cache=True)
         _baselines[key] = len(baseline.found)
-    # The model's own code waits more often for what is run in pieces.
+    # The model's code waits more often if its tower runs in pieces.
     pieces = TOWER_BLOCKS if tokenprune.method_info(name).site is Site.IN_ENCODER else 0
-    assert len(prefill.found) <= _baselines[key] + allowed(family, name) + pieces
+    assert len(prefill.found) <= _baselines[key] + count_allowed_waits(family, name) + pieces
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
@@ -189,65 +188,65 @@ def test_prefill(family_name: str, name: str, large: bool, monkeypatch: pytest.M
 def test_positions_of_the_caller_are_read_with_the_placeholders(
     family_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they begin anew, rows hold several samples: it is asked in the one wait that there is anyway."""
+    """A restart of positions marks packed samples: it is read in the same wait as the placeholders."""
     family = FAMILIES[family_name]
-    model, inputs = to_far(patched_model(family, "divprune", monkeypatch)), inputs_of(family, "divprune", large=False)
+    model, inputs = to_far(patched_model(family, "divprune", monkeypatch)), make_inputs(family, "divprune", large=False)
     positions = inputs["attention_mask"].cumsum(-1)
     inputs["position_ids"] = positions.expand(3, -1, -1) if family.types == "mm_token_type_ids" else positions
     with counting() as prefill:
         model(**far_inputs(inputs), use_cache=True)
-    assert sum(prefill.ours.values()) <= allowed(family, "divprune"), prefill.ours
+    assert sum(prefill.ours.values()) <= count_allowed_waits(family, "divprune"), prefill.ours
 
 
-ASKS = [name for name in METHODS if tokenprune.method_info(name).cls.syncs_device]
+WAITING_METHODS = [name for name in METHODS if tokenprune.method_info(name).cls.syncs_device]
 
 
-def test_who_asks_says_so() -> None:
-    assert set(ASKS) == {"vscan", *ASKING} - {"pixelprune"}  # acts before there is anything to choose from
-    assert not any(tokenprune.method_info(name).capturable for name in ASKS)
+def test_waiting_methods_declare_syncs() -> None:
+    assert set(WAITING_METHODS) == {"vscan", *METHOD_WAITS} - {"pixelprune"}  # acts before the selection
+    assert not any(tokenprune.method_info(name).capturable for name in WAITING_METHODS)
 
 
-# What agilepruner waits for, whether its decomposition went well, torch asks by itself.
-@pytest.mark.parametrize("name", sorted({*ASKS} - {"agilepruner", "unipool"}))
+# agilepruner waits inside torch, for the convergence of its decomposition.
+@pytest.mark.parametrize("name", sorted({*WAITING_METHODS} - {"agilepruner", "unipool"}))
 @torch.no_grad()
-def test_who_says_so_asks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declared_syncs_happen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES["llava" if name == "flowcut" else "qwen2_5_vl"]
     model = to_far(patched_model(family, name, monkeypatch))
     with counting() as prefill:
-        model(**far_inputs(inputs_of(family, name, large=False)), use_cache=True)
-    before = {"prompt_info.py:from_arguments", "base.py:on_host"}  # where the placeholders are, and shapes of images
-    assert {place for _, place in prefill.ours} - before, prefill.ours
+        model(**far_inputs(make_inputs(family, name, large=False)), use_cache=True)
+    known = {"prompt_info.py:from_arguments", "base.py:on_host"}  # indices of placeholders, and shapes of images
+    assert {location for _, location in prefill.ours} - known, prefill.ours
 
 
 @pytest.mark.parametrize("mode", ["warn", "auto"])
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 @torch.no_grad()
 def test_guard(family_name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard reads prompts with what is brought to the host anyway, and has its view of images sent there."""
-    # These images are smaller than a block.
+    """The guard adds no wait: it reads values that are on the host, and sends its view of images there."""
+    # Reduce the block size below these small images.
     monkeypatch.setattr(guard_pixels, "SIDE", 4)
     monkeypatch.setattr(guard_pixels, "_MIN_SIDE", 4)
     monkeypatch.setattr(guard_pixels, "split_blocks", lambda planes: images.split_blocks(planes, 4))
     family = FAMILIES[family_name]
-    model, inputs = family.build("eager"), inputs_of(family, None, large=True)
+    model, inputs = family.build("eager"), make_inputs(family, None, large=True)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "how many?")
     to_far(tokenprune.patch(model, "random", keep=0.5, guard=mode, processor=tokenizer))
     for _ in range(2):
         with counting() as prefill:
             cache = model(**far_inputs(inputs), use_cache=True).past_key_values
-        assert sum(prefill.ours.values()) <= allowed(family, "random"), prefill.ours
+        assert sum(prefill.ours.values()) <= count_allowed_waits(family, "random"), prefill.ours
         with counting() as decode:
             model(**far_inputs(next_step(family, inputs, 0)), past_key_values=cache, use_cache=True)
         assert not decode.ours
-    found = tokenprune.stats(model).guard
-    assert [row.prompt for row in found] == [("counting",)] * 2 and None not in [row.image for row in found]
-    assert [row.raised for row in found] == [mode == "auto"] * 2
+    checks = tokenprune.stats(model).guard
+    assert [check.prompt for check in checks] == [("counting",)] * 2 and None not in [check.image for check in checks]
+    assert [check.raised for check in checks] == [mode == "auto"] * 2
 
 
 @pytest.mark.parametrize("arrived", [False, True])
 @torch.no_grad()
 def test_guard_on_a_device_without_events(arrived: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the verdict stays on the device until it is asked for."""
+    """Without events the verdict is read on request."""
     if not arrived:
         monkeypatch.setattr(transfer, "_create_event", lambda device: None)
     with counting() as sending:
@@ -265,36 +264,36 @@ def test_guard_on_a_device_without_events(arrived: bool, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 @torch.no_grad()
 def test_decoding(family_name: str, mode: str, decides: bool) -> None:
-    """A decision waits for its outcome, all other steps for nothing."""
+    """Only a step with a decision waits."""
     family = FAMILIES[family_name]
     model = family.build("eager")
     options = {"rate": "schedule", "schedule": (0.3, 0.3, 0.5, 0.8)} if decides else {"warmup": 10}
     to_far(tokenprune.patch(model, tokenprune.method("dyrate", layer=2, mode=mode, **options), keep=0.8))
-    inputs = inputs_of(family, None, large=False)
+    inputs = make_inputs(family, None, large=False)
     with counting():
         cache = model(**far_inputs(inputs), use_cache=True).past_key_values
-    left = []
+    num_kept = []
     for token in range(5):
         with counting() as syncs:
             model(**far_inputs(next_step(family, inputs, token)), past_key_values=cache, use_cache=True)
-        with counting():  # what the cache holds is asked for where it is told
-            left.append(tokenprune.stats(model).decode_kept[-1])
+        with counting():  # statistics may read the cache
+            num_kept.append(tokenprune.stats(model).decode_kept[-1])
         assert sum(syncs.ours.values()) <= DECISION[mode] * decides, (token, syncs.ours)
-    assert (left[0] != left[-1]) == decides
+    assert (num_kept[0] != num_kept[-1]) == decides
 
 
-@pytest.mark.parametrize("place", ["tokenprune/tests/a.py", "tokenprune/.venv/transformers/a.py", "transformers/a.py"])
-def test_the_library_is_told_by_where_it_was_imported_from(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["tokenprune/tests/a.py", "tokenprune/.venv/transformers/a.py", "transformers/a.py"])
+def test_waits_are_attributed_by_import_path(path: str, tmp_path: Path) -> None:
     values = Far(torch.ones(2))
 
-    def places(path: Path) -> set[str]:
+    def list_locations(file: Path) -> set[str]:
         with counting() as syncs:
-            exec(compile("values.tolist()", str(path), "exec"), {"values": values})
-        return {where for _, where in syncs.found}
+            exec(compile("values.tolist()", str(file), "exec"), {"values": values})
+        return {location for _, location in syncs.found}
 
-    assert places(tmp_path / place) == {"the model"}
-    assert places(Path(transformers.__file__).with_name("a.py")) == {"the model"}
-    assert places(Path(tokenprune.__file__).with_name("a.py")) == {"a.py:<module>"}
+    assert list_locations(tmp_path / path) == {"the model"}
+    assert list_locations(Path(transformers.__file__).with_name("a.py")) == {"the model"}
+    assert list_locations(Path(tokenprune.__file__).with_name("a.py")) == {"a.py:<module>"}
 
 
 WAITS = {
@@ -328,48 +327,48 @@ def test_what_is_counted() -> None:
 
 
 @contextmanager
-def noted_by_cuda() -> Iterator[list[Any]]:
-    """Collects a warning for each time that the host waits for the GPU."""
+def record_cuda_waits() -> Iterator[list[Any]]:
+    """Record a warning for each time that the host waits for the GPU."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
-            yield found
+            yield recorded
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, to ask CUDA itself")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_waits_for_what_is_counted() -> None:
     for waits, actions in ((True, WAITS), (False, FREE)):
         for name, action in actions.items():
             x, chosen = torch.arange(4.0).cuda(), torch.tensor([True, False, True, False]).cuda()
-            with noted_by_cuda() as found:
+            with record_cuda_waits() as recorded:
                 action(x, chosen)
-            assert any("synchronizing" in str(one.message) for one in found) == waits, name
+            assert any("synchronizing" in str(warning.message) for warning in recorded) == waits, name
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, to ask CUDA itself")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", METHODS)
 @each("family_name", FAMILY_NAMES)
 @torch.no_grad()
 def test_on_a_gpu(family_name: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as counted by CUDA; and choosing and cutting alone, with every wait an error."""
+    """CUDA reports no more waits than the simulated device; selection and cut run with waits as errors."""
     from tokenprune.integrations.hf.engine import cuts, engine
 
     family = FAMILIES[family_name]
-    inputs = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in inputs_of(family, name, True).items()}
+    inputs = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in make_inputs(family, name, True).items()}
     counts = {}
-    for which in (None, name):
-        model = patched_model(family, which, monkeypatch).cuda()
-        model(**inputs, use_cache=True)  # what is set up once
-        with noted_by_cuda() as found:
+    for method_name in (None, name):
+        model = patched_model(family, method_name, monkeypatch).cuda()
+        model(**inputs, use_cache=True)  # first-call setup
+        with record_cuda_waits() as recorded:
             model(**inputs, use_cache=True)
-        counts[which] = sum("synchronizing" in str(one.message) for one in found)
+        counts[method_name] = sum("synchronizing" in str(warning.message) for warning in recorded)
     pieces = TOWER_BLOCKS if tokenprune.method_info(name).site is Site.IN_ENCODER else 0
-    assert counts[name] <= counts[None] + allowed(family, name) + pieces
+    assert counts[name] <= counts[None] + count_allowed_waits(family, name) + pieces
 
     def strict(original: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -388,25 +387,25 @@ def test_on_a_gpu(family_name: str, name: str, monkeypatch: pytest.MonkeyPatch) 
         model(**inputs, use_cache=True)
 
 
-def test_no_device_is_pretended_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch makes events and streams of the pretended one then: whatever uses those of the GPU falls."""
+def test_no_simulated_device_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would then create events and streams of the simulated device, and code for the GPU would fail."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(pytest.skip.Exception, match="in the place of the GPU"):
         device.__wrapped__()
 
 
 @each("name", [*VIDEO_METHODS, "pevlm"])
-def test_a_family_without_videos_is_asked_for_none(name: str) -> None:
+def test_family_without_videos_is_skipped(name: str) -> None:
     with pytest.raises(pytest.skip.Exception, match="llava takes no video"):
-        inputs_of(FAMILIES["llava"], name, large=True)
+        make_inputs(FAMILIES["llava"], name, large=True)
 
 
 @pytest.mark.parametrize(
     ("pieces", "per_run"), [("#" * 16, False), ("s" + "#" * 8 + "b" + "#" * 8, False), ("#" * 8 + "b" + "#" * 12, True)]
 )
 @pytest.mark.parametrize("name", ["apet", "divprune", "otprune", "pool", "random", "uniform"])
-def test_an_image_of_a_server(name: str, pieces: str, per_run: bool) -> None:
-    """A worker of vLLM waits for no device: a plan says how many rows stay. With text within, or tiles."""
+def test_vllm_worker_never_waits(name: str, pieces: str, per_run: bool) -> None:
+    """vLLM workers never wait: the plan fixes the number of rows, also with text between tokens and with tiles."""
     text = find_runs([9 if piece == "#" else 7 for piece in pieces], [piece == "#" for piece in pieces])
     plan = Plan.build(parse_setting({"method": name, "keep": 0.5}), text, per_run)
     with counting() as served:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' tensor parallelism in two processes on the CPU: both keep the tokens that one process would keep."""
+"""transformers' tensor parallelism in two processes on the CPU keeps the tokens of a single process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SUPPORT = ROOT / "tests/unit/support"
 
 
 def test_two_processes_keep_the_same_tokens(tmp_path: Path) -> None:
-    """Started as torchrun starts them, without torchrun, which would import torch once more."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    """Processes get the environment of torchrun, without torchrun, which would import torch again."""
+    with socket.socket() as free_socket:
+        free_socket.bind(("localhost", 0))
+        port = free_socket.getsockname()[1]
     shared = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
               "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}  # fmt: skip
     processes = [
@@ -30,6 +30,6 @@ def test_two_processes_keep_the_same_tokens(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert [out.count("agrees") for out, _ in said] == [3, 3]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert [out.count("agrees") for out, _ in outputs] == [3, 3]

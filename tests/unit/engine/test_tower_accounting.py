@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The closed form of vision towers against torch's own count of what ran."""
+"""The closed form of tower FLOPs equals torch's count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES: dict[str, list[Any]] = {  # whole windows of 4 x 4 patches, one and sever
 
 
 @each("name", FAMILIES)
-def test_tower_flops_are_those_that_ran(name: str) -> None:
+def test_tower_flops_equal_the_count_of_torch(name: str) -> None:
     family = FAMILIES[name]
     model = family.build("eager")
     shape, base = TowerShape.from_config(model.config), get_adapter(model).base
@@ -34,21 +34,21 @@ def test_tower_flops_are_those_that_ran(name: str) -> None:
             base.get_image_features(**{key: inputs[key] for key in names if key in inputs})
         views = count_view_patches(model.config, inputs)
         assert shape.flops(views) == pytest.approx(counter.get_total_flops(), rel=1e-9), (size, views)
-        if name not in ("llava_next", "llava_onevision"):  # which add newlines
+        if name not in ("llava_next", "llava_onevision"):  # these add newlines
             assert shape.visual_tokens(views) == sum(map(sum, inputs.counts))
 
 
-def test_merging_saves_what_is_gone() -> None:
+def test_flops_saved_by_merging() -> None:
     shape = TowerShape.from_config(FAMILIES["llava"].build().config)
     views = [36]
-    whole = shape.flops(views)
-    assert shape.flops(views, [1.0] * (shape.layers + 1)) == whole
-    # A merge in the first block spares its MLP, and all of the later ones; the patches are embedded before it.
+    unmerged = shape.flops(views)
+    assert shape.flops(views, [1.0] * (shape.layers + 1)) == unmerged
+    # A merge in the first block saves its MLP and all later blocks; patches are embedded before it.
     half = shape.flops(views, [1.0] + [0.5] * shape.layers)
     first = shape.flops(views, [1.0] + [0.0] * shape.layers)
     embedding = 2 * 36 * shape.patch_numbers * shape.hidden
     attention = 8 * 37 * shape.hidden**2 + 4 * 37**2 * shape.hidden
-    assert first == embedding + attention < half < whole
+    assert first == embedding + attention < half < unmerged
 
 
 @each(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a pruned model: loss and gradients are those of the oracle."""
+"""Loss and gradients of a pruned model equal the oracle."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.unit.api.test_patch import forget_rope_deltas
 from tokenprune import UnsupportedSetupError
 from zoo import FAMILIES, Family
 
-# At the entry, merging there, inside the decoder, and at both. The others cut as these do; what they choose by takes no
-# part in a gradient.
+# Methods at the entry, merging at the entry, inside the decoder, and at both. Other methods cut the same way, and
+# scores do not affect gradients.
 METHODS = ["divprune", "pool", "dart", "vscan"]
 
 
@@ -54,11 +54,11 @@ def test_training(method: str, family: Family, model) -> None:
         with tokenprune.patched(model, method, keep=0.3, record=True):
             model(**inputs)
             cuts = tokenprune.stats(model).cuts
-            # A label counts where its position and the position before it survive.
-            alive = survivors(cuts[-1], inputs["input_ids"].shape[1])
-            before = torch.nn.functional.pad(alive, (1, 0))[:, :-1]
+            # A label counts if its token and the token before it are kept.
+            is_kept = survivors(cuts[-1], inputs["input_ids"].shape[1])
+            before = torch.nn.functional.pad(is_kept, (1, 0))[:, :-1]
             text = ~family.visual_mask(model, inputs)
-            labels = inputs["input_ids"].masked_fill(~(alive & before & text), -100)
+            labels = inputs["input_ids"].masked_fill(~(is_kept & before & text), -100)
             got, grads = train(model, inputs, labels)
         with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
             want, want_grads = train(model, inputs, labels)
@@ -67,7 +67,7 @@ def test_training(method: str, family: Family, model) -> None:
     assert got.loss.isfinite() and got.logits.shape[:2] == labels.shape
     close(got.loss, want.loss)
     check_gradients(grads, want_grads)
-    # The images are learned from through what is left of them.
+    # Gradients reach the vision tower through the kept tokens.
     assert any("vision" in name or "visual" in name for name, grad in grads.items() if grad.abs().max() > 0)
 
 
@@ -76,7 +76,7 @@ def test_training(method: str, family: Family, model) -> None:
 @pytest.mark.parametrize("method", ["divprune", "fastv", "pyramiddrop", "transprune", ["pool", "dart"]], ids=str)
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
 def test_gradient_checkpointing(name: str, method: Any, reentrant: bool) -> None:
-    """The gradients are those without it; where hooks would run a second time, a cut inside the decoder refuses."""
+    """Gradients equal training without checkpointing; a cut inside the decoder refuses if hooks would run twice."""
     family = FAMILIES[name]
     model, inputs = family.prepare()
     labels = inputs["input_ids"].masked_fill(family.visual_mask(model, inputs), -100)
@@ -88,7 +88,7 @@ def test_gradient_checkpointing(name: str, method: Any, reentrant: bool) -> None
         with tokenprune.patched(model, method, keep=0.5):
             with pytest.raises(UnsupportedSetupError, match="gradient_checkpointing_disable"):
                 model(**inputs, labels=labels)
-            model.eval()  # checkpointing rests outside of training
+            model.eval()  # checkpointing is inactive outside of training
             model(**inputs)
         with tokenprune.patched(model.train(), "fastv", keep=1.0):
             train(model, inputs, labels)
@@ -98,28 +98,28 @@ def test_gradient_checkpointing(name: str, method: Any, reentrant: bool) -> None
         for between in (False, True):
             model.zero_grad()
             got = model(**inputs, labels=labels, use_cache=between)
-            if between:  # what else the model does before the backward pass
+            if between:  # another call before the backward pass
                 model(**others)
             got.loss.backward()
             close(got.loss, want.loss)
             check_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, want_grads)
-    assert got.past_key_values is None or not got.past_key_values.get_seq_length()  # nothing was cached
+    assert got.past_key_values is None or not got.past_key_values.get_seq_length()  # the cache is unused
 
 
 @pytest.mark.parametrize("method", ["divprune", "pool"])
 @pytest.mark.parametrize(
     ("name", "reentrant"),
-    # Reentrant checkpointing of granite4_vision changes gradients without a patch, too.
+    # Reentrant checkpointing of granite4_vision also changes gradients without a patch.
     [("qwen3_vl", True), ("qwen3_vl", False), ("granite4_vision", False)],
 )
 def test_gradient_checkpointing_adds_features_of_several_tower_layers(name: str, method: str, reentrant: bool) -> None:
-    """The gradients are the same with and without checkpointing, although hooks of layers may run twice."""
+    """Gradients are equal with and without checkpointing, although hooks of layers may run twice."""
     model, inputs = ALL_FAMILIES[name].prepare(images=(2, 1))
     model.train()
 
     def gradients() -> dict[str, torch.Tensor]:
         model.zero_grad(set_to_none=True)
-        torch.manual_seed(0)  # of dropout
+        torch.manual_seed(0)  # for dropout
         model(**inputs, use_cache=False).logits[:, -1].logsumexp(-1).sum().backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -154,8 +154,7 @@ def test_peft_like_training_of_a_part(build) -> None:
 @pytest.mark.parametrize("method", ["divprune", "dart"])
 @pytest.mark.parametrize(("name", "projector"), [("llava", "multi_modal_projector"), ("qwen2_5_vl", "merger")])
 def test_projector_and_lora_learn_under_pruning(name: str, projector: str, method: str, tmp_path: Path) -> None:
-    """Unequal prompts: gradients reach all that learns, nothing else, and are those of gradient checkpointing; nothing
-    of the patch stays in the model; what is saved answers as the tuned model does."""
+    """Only adapters and the projector learn, also with checkpointing, and a saved adapter gives the same answers."""
     peft = pytest.importorskip("peft")
     family = FAMILIES[name]
     model, inputs = family.build(), family.make_inputs(images=(2, 1))
@@ -163,24 +162,30 @@ def test_projector_and_lora_learn_under_pruning(name: str, projector: str, metho
     torch.manual_seed(0)
     layers = r".*language_model\..*\.(q_proj|v_proj|down_proj)"
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=layers, modules_to_save=[projector]))
-    learned = [one for one in adapted.parameters() if one.requires_grad]
+    learned = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.SGD(learned, lr=0.05), []
     adapted.train()
-    adapted(**inputs)  # transformers hangs hooks of its own on a model in its first forward
+    adapted(**inputs)  # transformers adds hooks in the first forward
     before = forget_rope_deltas(snapshot(adapted))
     with tokenprune.patched(model, method, keep=0.3):
-        for _ in range(3):  # LoRA begins as nothing: its first half gets a gradient from the second step on
+        for _ in range(3):  # LoRA starts at zero: lora_A gets a gradient from the second step on
             optimizer.zero_grad()
             loss = adapted(**inputs, labels=labels).loss
             loss.backward()
             losses.append(loss.item())
             optimizer.step()
-    want = {one: part.grad.clone() for one, part in adapted.named_parameters() if part.grad is not None}
+    want = {
+        parameter_name: parameter.grad.clone()
+        for parameter_name, parameter in adapted.named_parameters()
+        if parameter.grad is not None
+    }
     assert len(want) == len(learned) and losses[0] > losses[1] > losses[2]
-    assert {one.split(".")[-3] for one in want} >= {"lora_A", "lora_B"} and any(projector in one for one in want)
-    for one, grad in want.items():
-        assert grad.isfinite().all() and grad.abs().max() > 0, one
-    tuned = seen_logits(adapted.eval(), inputs, method)
+    assert {parameter_name.split(".")[-3] for parameter_name in want} >= {"lora_A", "lora_B"} and any(
+        projector in parameter_name for parameter_name in want
+    )
+    for parameter_name, grad in want.items():
+        assert grad.isfinite().all() and grad.abs().max() > 0, parameter_name
+    tuned = compute_logits(adapted.eval(), inputs, method)
     adapted.train()
     assert forget_rope_deltas(snapshot(adapted)) == before
 
@@ -191,15 +196,15 @@ def test_projector_and_lora_learn_under_pruning(name: str, projector: str, metho
                 start_checkpointing(model, reentrant)
                 check_gradients(train(adapted, inputs, labels)[1], plain)
     adapted.save_pretrained(tmp_path)
-    read = peft.PeftModel.from_pretrained(family.build(), tmp_path).eval()
-    assert torch.equal(seen_logits(read, inputs, method), tuned)
-    close(seen_logits(read.merge_and_unload(), inputs, method), tuned)
-    assert not torch.allclose(seen_logits(family.build(), inputs, method), tuned, atol=1e-3)
+    restored = peft.PeftModel.from_pretrained(family.build(), tmp_path).eval()
+    assert torch.equal(compute_logits(restored, inputs, method), tuned)
+    close(compute_logits(restored.merge_and_unload(), inputs, method), tuned)
+    assert not torch.allclose(compute_logits(family.build(), inputs, method), tuned, atol=1e-3)
 
 
 @torch.no_grad()
-def seen_logits(model: Any, inputs: Any, method: str) -> torch.Tensor:
-    """The logits of a pruned model at the prompts' ends."""
+def compute_logits(model: Any, inputs: Any, method: str) -> torch.Tensor:
+    """Return the logits of a pruned model at the ends of the prompts."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with tokenprune.patched(base, method, keep=0.3):
         return model(**inputs).logits[:, -1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual unmerging computes what plain loops compute, in generation and batches too."""
+"""Virtual unmerging equals plain loops, also in generation and batches."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ def check_against_loops(family: Family, model: Any, inputs: Any, form: str) -> N
         got = model(**inputs)
         output = model.model.get_image_features(**image_arguments(inputs))
     embeds = model.get_input_embeddings()(inputs["input_ids"])
-    visual, real = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
+    visual, is_valid = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
     embeds[visual] = torch.cat(output.pooler_output)
     sources = expected_sources(family, model, inputs, output.pooler_output)
     merged = 0
-    for row, of_row in enumerate(sources):
-        places = real[row].nonzero().flatten().tolist()
-        groups = sorted([*of_row.values(), *([p] for p in places if not visual[row, p])])
-        merged += len(places) - len(groups)
-        numbered = [[places.index(p) for p in group] for group in groups]
+    for row, row_sources in enumerate(sources):
+        positions = is_valid[row].nonzero().flatten().tolist()
+        groups = sorted([*row_sources.values(), *([p] for p in positions if not visual[row, p])])
+        merged += len(positions) - len(groups)
+        group_indices = [[positions.index(p) for p in group] for group in groups]
         want, keys, values = naive_decoder(
-            model.model.language_model, embeds[row, places], torch.tensor(places), numbered
+            model.model.language_model, embeds[row, positions], torch.tensor(positions), group_indices
         )
-        close(got.logits[row, places], model.lm_head(want))
+        close(got.logits[row, positions], model.lm_head(want))
         for layer, cached in enumerate(got.past_key_values.layers):
             assert cached.keys.shape[2] == embeds.shape[1]
-            close(cached.keys[row][:, places], keys[layer])
-            close(cached.values[row][:, places], values[layer])
+            close(cached.keys[row][:, positions], keys[layer])
+            close(cached.values[row][:, positions], values[layer])
     assert merged > 0.3 * int(visual.sum())
 
 
@@ -92,16 +92,16 @@ OTHER_DECODERS = {
 @pytest.mark.parametrize("name", OTHER_DECODERS)
 @torch.no_grad()
 def test_other_decoders(name: str) -> None:
-    kind, extra = OTHER_DECODERS[name]
-    family = with_decoder(kind, **extra)
+    model_type, extra = OTHER_DECODERS[name]
+    family = with_decoder(model_type, **extra)
     model, inputs = family.build(), family.make_inputs(images=(2, 1))
-    real = inputs["attention_mask"].bool()
+    is_valid = inputs["attention_mask"].bool()
     with tokenprune.patched(model, Merging(), keep=0.5):
-        want = model(**inputs).logits[real]
+        want = model(**inputs).logits[is_valid]
     with tokenprune.patched(model, Merging(), keep=0.5), exact_attention(model):
-        close(model(**inputs).logits[real], want)
+        close(model(**inputs).logits[is_valid], want)
     with tokenprune.patched(model, "tome", keep=0.5):
-        assert (model(**inputs).logits[real] - want).abs().max() > 0.1
+        assert (model(**inputs).logits[is_valid] - want).abs().max() > 0.1
 
 
 def test_scores_are_equation_10() -> None:
@@ -114,7 +114,7 @@ def test_scores_are_equation_10() -> None:
     for head in range(2):
         for m, a in enumerate(slot[0]):
             for n, b in enumerate(slot[0]):
-                want = q[0, head, a, 6:] @ k[0, head, b, 6:]  # not turned
+                want = q[0, head, a, 6:] @ k[0, head, b, 6:]  # without rotation
                 for j in range(3):
                     (q1, q2), (k1, k2) = q[0, head, a, [j, j + 3]], k[0, head, b, [j, j + 3]]
                     angle = angles[m, j] - angles[n, j]
@@ -125,7 +125,7 @@ def test_scores_are_equation_10() -> None:
     torch.testing.assert_close(got, plain)
 
 
-# -- what merging and unmerging are ------------------------------------------------------------------------------------
+# -- merge and expand --------------------------------------------------------------------------------------------------
 
 
 def test_merge_and_expand() -> None:
@@ -143,52 +143,52 @@ def test_merge_and_expand() -> None:
     torch.testing.assert_close(merged[0, 2:], torch.stack([(x[0, 0] + x[0, 2]) / 2, (x[0, 1] + x[0, 4]) / 2, x[0, 3]]))
     assert torch.equal(merged[1], x[1])
     assert torch.equal(state.gather_first(x)[0, 2:], x[0, [0, 1, 3]])
-    whole = state.expand(merged)
-    assert torch.equal(whole[0, 0], whole[0, 2]) and torch.equal(whole[0, 1], whole[0, 4])
-    torch.testing.assert_close(state.expand(state.merge(whole)), whole, atol=1e-7, rtol=0)
+    expanded = state.expand(merged)
+    assert torch.equal(expanded[0, 0], expanded[0, 2]) and torch.equal(expanded[0, 1], expanded[0, 4])
+    torch.testing.assert_close(state.expand(state.merge(expanded)), expanded, atol=1e-7, rtol=0)
     for dtype in (torch.float64, torch.bfloat16):
         assert state.merge(x.to(dtype)).dtype == dtype
 
 
 @torch.no_grad()
-def test_each_token_its_own_group_is_the_model(family: Family, model) -> None:
+def test_groups_of_one_token_equal_the_model(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     before = model(**inputs).logits
     with tokenprune.patched(model, Merging(r=0)):
-        assert torch.equal(model(**inputs).logits, before)  # nothing to do
-        encoder, seen = get_attachment(model).engine.parts[0], []
+        assert torch.equal(model(**inputs).logits, before)  # no token merges
+        encoder, recorded = get_attachment(model).engine.parts[0], []
 
-        def all_for_themselves(call: Any, device: Any, left: Any) -> Selection:
+        def keep_all(call: Any, device: Any, num_kept: Any) -> Selection:
             segments = call.state.segments.to(device)
-            seen.append(segments)
-            places = torch.arange(segments.mask.shape[1]).expand_as(segments.mask)
-            return Selection(segments.mask, places.masked_fill(~segments.mask, -1), counts=segments.counts)
+            recorded.append(segments)
+            indices = torch.arange(segments.mask.shape[1]).expand_as(segments.mask)
+            return Selection(segments.mask, indices.masked_fill(~segments.mask, -1), counts=segments.counts)
 
-        encoder._select = all_for_themselves
+        encoder._select = keep_all
         got = model(**inputs).logits
         assert tokenprune.stats(model).keep_ratio == tokenprune.stats(model).prefill_flops_ratio == 1
         del encoder._select
-    assert len(seen) == 1
-    real = inputs["attention_mask"].bool()
-    assert torch.equal(got[real], before[real])
+    assert len(recorded) == 1
+    is_valid = inputs["attention_mask"].bool()
+    assert torch.equal(got[is_valid], before[is_valid])
     with tokenprune.patched(model, Merging(), keep=1.0):
         assert torch.equal(model(**inputs).logits, before)
 
 
 @torch.no_grad()
-def test_before_the_average_attention_is_that_of_the_full_prompt(family: Family, model) -> None:
-    """Equal features at the positions of a group: the first layer's attention is the unpatched model's."""
-    inputs, seen = family.make_inputs(images=(2, 1)), []
-    # This hook comes before those of the patch.
+def test_attention_before_the_average_is_unpruned(family: Family, model) -> None:
+    """With equal features in each group, attention of the first layer equals the unpatched model's."""
+    inputs, outputs = family.make_inputs(images=(2, 1)), []
+    # This hook runs before the hooks of the patch.
     projection = model.model.language_model.layers[0].self_attn.o_proj
-    with projection.register_forward_pre_hook(lambda m, args: seen.append(args[0])):
+    with projection.register_forward_pre_hook(lambda m, args: outputs.append(args[0])):
         with tokenprune.patched(model, Merging(), keep=0.5):
             model(**inputs)
             output = model.model.get_image_features(**image_arguments(inputs))
         with as_encoded(model, {"image": output}):
             model(**inputs)
-    real = inputs["attention_mask"].bool()
-    close(seen[0][real], seen[1][real])
+    is_valid = inputs["attention_mask"].bool()
+    close(outputs[0][is_valid], outputs[1][is_valid])
 
 
 # -- generation, batches, caches ---------------------------------------------------------------------------------------
@@ -198,16 +198,16 @@ def test_before_the_average_attention_is_that_of_the_full_prompt(family: Family,
 @torch.no_grad()
 def test_a_batch_equals_its_rows(family: Family, model, batch: str) -> None:
     inputs = family.make_inputs(**BATCHES[batch])
-    real = inputs["attention_mask"].bool()
+    is_valid = inputs["attention_mask"].bool()
     with tokenprune.patched(model, Merging(), keep=0.5):
-        together = model(**inputs).logits
-        for row in range(len(real)):
-            alone = family.make_inputs(**BATCHES[batch], only=row)
-            close(together[row, real[row]], model(**alone).logits[0])
+        batched = model(**inputs).logits
+        for row in range(len(is_valid)):
+            single = family.make_inputs(**BATCHES[batch], only=row)
+            close(batched[row, is_valid[row]], model(**single).logits[0])
 
 
 @torch.no_grad()
-def test_generation_goes_on_behind_the_full_prompt(family: Family, model) -> None:
+def test_generation_continues_after_the_full_prompt(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     mask, length = inputs["attention_mask"], inputs["input_ids"].shape[1]
     with tokenprune.patched(model, Merging(), keep=0.5):
@@ -218,7 +218,7 @@ def test_generation_goes_on_behind_the_full_prompt(family: Family, model) -> Non
     assert out.past_key_values.get_seq_length() == length + 3
     assert [layer.keys.shape[2] for layer in out.past_key_values.layers] == [length + 3] * 4
     assert stats.kv_bytes == stats.kv_bytes_full > 0
-    # The unpatched model goes on from the cache.
+    # The unpatched model continues with the cache.
     logits, cache = [prompt.logits[:, -1]], prompt.past_key_values
     for step in range(3):
         mask = torch.nn.functional.pad(mask, (0, 1), value=1)
@@ -235,9 +235,9 @@ def test_beams(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     with tokenprune.patched(model, Merging(), keep=0.5):
-        one = model.generate(**inputs, max_new_tokens=5, num_beams=3)
-        two = model.generate(**family.make_inputs(), max_new_tokens=5, num_beams=3)
-    assert torch.equal(one[0, -5:], two[0, -5:])
+        single = model.generate(**inputs, max_new_tokens=5, num_beams=3)
+        batched = model.generate(**family.make_inputs(), max_new_tokens=5, num_beams=3)
+    assert torch.equal(single[0, -5:], batched[0, -5:])
 
 
 @torch.no_grad()
@@ -263,9 +263,9 @@ def test_images_in_a_later_turn(build, before: str) -> None:
     with tokenprune.patched(model, first, keep=0.5):
         cache = model(input_ids=ids[:, :half], pixel_values=pixels).past_key_values
     results = []
-    for way in FORMS.values():
+    for form in FORMS.values():
         kept = copy.deepcopy(cache)
-        with tokenprune.patched(model, Merging(), keep=0.5), way(model):
+        with tokenprune.patched(model, Merging(), keep=0.5), form(model):
             out = model(input_ids=ids[:, half:], pixel_values=pixels, past_key_values=kept)
             assert kept.get_seq_length() == 2 * half
             results.append(out.logits)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every model type with a draft of its own weights, and with a cache of features: equal answers, or refused by name."""
+"""Assisted generation and feature caches for every model type: equal answers, or refused by name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from families import FAMILIES, STATEFUL
 from tokenprune import UnsupportedModelError, UnsupportedSetupError
 from zoo import Family
 
-# Their `generate` is their own. LFM2's layers carry a state that can take tokens back.
+# These models override `generate`. States of LFM2's layers can be cropped.
 OWN_GENERATE = {"blip-2", "instructblip", "instructblipvideo", "janus"}
-REFUSED = {name for name, one in FAMILIES.items() if one.kind in OWN_GENERATE} | STATEFUL - {"lfm2_vl", "lfm3_vl"}
+REFUSED = {name for name, family in FAMILIES.items() if family.kind in OWN_GENERATE} | STATEFUL - {"lfm2_vl", "lfm3_vl"}
 WORDS, DRAFTED = 7, 3
 
 
@@ -34,8 +34,8 @@ def test_the_answer_is_the_models_own(family: Family, model) -> None:
     want = model.generate(**inputs, max_new_tokens=WORDS)
     assistant = tokenprune.assistant(model, "divprune", keep=0.3)
     try:
-        for parameter, own in zip(assistant.parameters(), model.parameters(), strict=True):
-            assert parameter is own
+        for parameter, target_parameter in zip(assistant.parameters(), model.parameters(), strict=True):
+            assert parameter is target_parameter
         assistant.generation_config.num_assistant_tokens = DRAFTED
         assistant.generation_config.assistant_confidence_threshold = 0.0
         got = model.generate(**inputs, max_new_tokens=WORDS, assistant_model=assistant)
@@ -43,11 +43,11 @@ def test_the_answer_is_the_models_own(family: Family, model) -> None:
     finally:
         tokenprune.unpatch(assistant)
     assert torch.equal(got, want)
-    assert stats.visual_tokens_in == sum(map(sum, inputs.counts))  # the draft is not blind
+    assert stats.visual_tokens_in == sum(map(sum, inputs.counts))  # the draft receives the images
     assert stats.visual_tokens_out <= 0.4 * stats.visual_tokens_in
 
 
-ELSEWHERE = {"blip-2", "instructblip", "instructblipvideo"}  # their language model is handed embeddings
+ELSEWHERE = {"blip-2", "instructblip", "instructblipvideo"}  # their language model gets embeddings
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -63,5 +63,5 @@ def test_an_image_that_was_encoded_before_gives_the_same_bits(name: str, build: 
         want = model(**inputs).logits
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=2**24):
         assert all(torch.equal(model(**inputs).logits, want) for _ in range(2))
-        found = tokenprune.feature_cache(model).counts()
-        assert found.hits == found.misses == found.entries > 0 == found.not_kept
+        cache_counts = tokenprune.feature_cache(model).counts()
+        assert cache_counts.hits == cache_counts.misses == cache_counts.entries > 0 == cache_counts.not_kept

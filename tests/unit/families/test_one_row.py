@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family is one row, which both engines read, and a method of an adapter only where its code differs."""
+"""A family is a row of the table for both engines, plus adapter methods where the code differs."""
 
 from __future__ import annotations
 
@@ -38,9 +38,11 @@ def test_adapters_override_methods_and_the_facts_that_go_with_them() -> None:
         module = importlib.import_module(f"tokenprune.integrations.hf.families.{file}")
         for _, cls in inspect.getmembers(module, inspect.isclass):
             if issubclass(cls, Adapter) and cls is not Adapter:
-                own = {name: one for name, one in vars(cls).items() if not name.startswith("__")}
-                assert all(isinstance(one, FunctionType | property) or name in facts for name, one in own.items()), cls
-                assert all(name.startswith("_") or hasattr(Adapter, name) for name in own), (cls, own)
+                members = {name: member for name, member in vars(cls).items() if not name.startswith("__")}
+                assert all(
+                    isinstance(member, FunctionType | property) or name in facts for name, member in members.items()
+                ), cls
+                assert all(name.startswith("_") or hasattr(Adapter, name) for name in members), (cls, members)
 
 
 def test_each_adapter_serves_families_of_the_table() -> None:
@@ -60,7 +62,7 @@ def test_a_row_is_all_that_a_family_needs(model) -> None:
         assert tokenprune.stats(model).visual_tokens_out < tokenprune.stats(model).visual_tokens_in
     assert "get the same number of tokens" in str(checks.find_unsupported_reason(tokenprune.method("downsample"), NEW))
     assert get_config_family(SimpleNamespace(model_type=NEW)).patches == "tiles"  # the plugin reads the same row
-    # What the model itself decides: its config has no id for videos.
+    # The model limits this: its config lacks the id for videos.
     assert get_adapter(model).family == Family(NEW, patches="tiles", square="always", resizing=None)
     assert NEW in registry.list_supported_families()
 
@@ -73,13 +75,13 @@ def test_a_row_names_where_the_decoder_is(model) -> None:
 
 def test_an_adapter_of_ones_own_overrides_a_method(model, monkeypatch: pytest.MonkeyPatch) -> None:
     @register_adapter("mllama", Family(NEW, decoder_names=("language_model",)))
-    class Mine(Adapter):
+    class CustomAdapter(Adapter):
         def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
             return {"image": torch.zeros_like(call["input_ids"], dtype=torch.bool)}
 
-    assert type(get_adapter(model)) is Mine
-    monkeypatch.setattr(model.config, "model_type", "mllama")  # refused, unless somebody says how
-    assert type(get_adapter(model)) is Mine
+    assert type(get_adapter(model)) is CustomAdapter
+    monkeypatch.setattr(model.config, "model_type", "mllama")  # refused without a registered adapter
+    assert type(get_adapter(model)) is CustomAdapter
     with (
         tokenprune.patched(model, "divprune", keep=0.5),
         pytest.raises(PlaceholderMismatchError, match="has 0 image placeholders"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BLIP-2 and its kin hand merged embeddings to the language model: however that happens, the same tokens are cut."""
+"""BLIP-2 and related models pass merged embeddings to the language model: all forms of call cut the same tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
 
 
-def cuts_of(model: Any, method: str = "random", keep: float = 0.3, **inputs: Any) -> list[Any]:
+def record_cuts(model: Any, method: str = "random", keep: float = 0.3, **inputs: Any) -> list[Any]:
     with tokenprune.patched(model, method, keep=keep, record=True):
         model.generate(**inputs, max_new_tokens=1)
         return tokenprune.stats(model).cuts
@@ -59,7 +59,7 @@ def test_beams(family: Family, model, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_second_turn(family: Family, model, method: str) -> None:
-    """These models take images in every call; what the cache holds of them already is not cut again."""
+    """These models get images in every call; tokens that are in the cache are not cut again."""
     inputs = family.make_inputs(images=(2, 1))
     images = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
     check_turns(family, model, inputs, method, **images)
@@ -67,36 +67,36 @@ def test_second_turn(family: Family, model, method: str) -> None:
 
 def test_a_image_in_a_later_turn(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2,))
-    ids, places = inputs["input_ids"], family.visual_mask(model, inputs)[0].nonzero().flatten()
-    split = int(places[len(places) // 2]) - 1
+    ids, indices = inputs["input_ids"], family.visual_mask(model, inputs)[0].nonzero().flatten()
+    split = int(indices[len(indices) // 2]) - 1
     first = {name: value[: len(value) // 2] for name, value in inputs.items()}
     first |= {name: inputs[name][:, :split] for name in ("input_ids", "attention_mask")}
     with tokenprune.patched(model, "uniform", keep=5, record=True):
         out = model.generate(**first, max_new_tokens=1, return_dict_in_generate=True)
-        assert tokenprune.stats(model).visual_tokens_in == len(places) // 2
+        assert tokenprune.stats(model).visual_tokens_in == len(indices) // 2
         got = model.generate(
             **inputs, past_key_values=out.past_key_values, max_new_tokens=1, output_logits=True,
             return_dict_in_generate=True,
         )  # fmt: skip
-        assert tokenprune.stats(model).visual_tokens_in == len(places) // 2
+        assert tokenprune.stats(model).visual_tokens_in == len(indices) // 2
         assert tokenprune.stats(model).visual_tokens_out == 5
-        whole, _, _ = generate_logits(model, inputs, 1)
+        expected, _, _ = generate_logits(model, inputs, 1)
     assert ids.shape[1] > split
-    close(got.logits[0], whole[:, 0])
+    close(got.logits[0], expected[:, 0])
 
 
 @torch.no_grad()
 def test_the_prompt_may_be_left_out(family: Family, model) -> None:
-    """`generate` writes placeholders and a start token then, four frames for a video."""
+    """`generate` then writes placeholders and a start token, with four frames for a video."""
     inputs = family.make_inputs(images=(1,))
     del inputs["input_ids"], inputs["attention_mask"]
     pixels = inputs["pixel_values"]
     tokens = QUERIES
     if pixels.ndim == 5:
         inputs["pixel_values"], tokens = pixels[:, [0, 1, 2, 1]], 4 * QUERIES
-    (cut,) = cuts_of(model, **inputs)
+    (cut,) = record_cuts(model, **inputs)
     ids = torch.tensor([[VIDEO if pixels.ndim == 5 else IMAGE] * tokens + [BOS]])
-    (want,) = cuts_of(model, **inputs, input_ids=ids)
+    (want,) = record_cuts(model, **inputs, input_ids=ids)
     assert cut.kept == want.kept
     assert len(cut.kept[0]) == 1 + round(0.3 * tokens) and tokens in cut.kept[0]
 
@@ -113,7 +113,7 @@ def test_embeddings_as_prompt(family: Family, model) -> None:
                            [inputs["qformer_input_ids"], inputs["qformer_attention_mask"]]),
                            inputs["input_ids"], inputs["attention_mask"]).logits  # fmt: skip
         assert torch.equal(positional, want)
-    (cut,), (other,) = cuts_of(model, **inputs), cuts_of(model, **others, inputs_embeds=embeds)
+    (cut,), (other,) = record_cuts(model, **inputs), record_cuts(model, **others, inputs_embeds=embeds)
     assert cut.kept == other.kept
 
 
@@ -130,7 +130,7 @@ def test_encoded_images(family: Family, model) -> None:
 
 
 @torch.no_grad()
-def test_the_language_model_alone_is_left_as_it_is(family: Family, model) -> None:
+def test_language_model_itself_is_unchanged(family: Family, model) -> None:
     text = {"input_ids": words(2, 6)}
     want = model.language_model(**text).logits
     embeds = model.get_input_embeddings()(text["input_ids"])
@@ -149,7 +149,7 @@ def test_a_copy_is_patched_for_itself(model, family: Family) -> None:
     assert other.generate.original.__self__ is other
 
 
-def test_errors_leave_nothing_behind(family: Family, model) -> None:
+def test_errors_leave_the_model_unchanged(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     fewer = {name: value[:1] for name, value in inputs.items()}  # three images, placeholders of two
     fewer |= {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
@@ -157,7 +157,7 @@ def test_errors_leave_nothing_behind(family: Family, model) -> None:
         with pytest.raises(UnsupportedSetupError, match="without prefill_chunk_size"):
             model.generate(**inputs, max_new_tokens=2, prefill_chunk_size=8)
         for call in (model, model.generate):
-            if fewer["pixel_values"].ndim == 4:  # videos are not counted: see Engine._match_features
+            if fewer["pixel_values"].ndim == 4:  # features of videos are not counted: see Engine._match_features
                 with pytest.raises(PlaceholderMismatchError, match=f"{2 * QUERIES} image .* {3 * QUERIES} features"):
                     call(**fewer)
         with torch.no_grad():
@@ -172,9 +172,9 @@ def test_frames_have_budgets_of_their_own(build) -> None:
     with tokenprune.patched(model, "divprune", keep=Budget(keep=5, per="frame"), record=True):
         model.generate(**inputs, max_new_tokens=1)
         (cut,) = tokenprune.stats(model).cuts
-    places = family.visual_mask(model, inputs)
-    alive = survivors(cut, places.shape[1])[places]
-    assert alive.view(-1, QUERIES).sum(1).tolist() == [5] * 9
+    is_visual = family.visual_mask(model, inputs)
+    is_kept = survivors(cut, is_visual.shape[1])[is_visual]
+    assert is_kept.view(-1, QUERIES).sum(1).tolist() == [5] * 9
 
 
 @pytest.mark.parametrize("kind", ["blip-2", "instructblip", "instructblipvideo"])
@@ -182,10 +182,10 @@ def test_encoders_as_language_models_are_refused(kind: str) -> None:
     small = dict(text_config={"model_type": "t5"}, image_token_index=IMAGE, video_token_index=VIDEO)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind](**small))
-    was = snapshot(model)
+    before = snapshot(model)
     with pytest.raises(UnsupportedModelError, match=f"'{kind}' with a language model of type 't5'.*OPT or Vicuna"):
         tokenprune.patch(model, "divprune", keep=0.3)
-    assert snapshot(model) == was
+    assert snapshot(model) == before
 
 
 @torch.no_grad()

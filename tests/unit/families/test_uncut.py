@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders that choose keys themselves: methods on pixels act, and whatever would leave the prompt is refused."""
+"""Decoders that select keys themselves: methods on pixels are supported, methods that drop tokens later are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def processor() -> Any:
     return Qwen2VLImageProcessor(**LIMITS)
 
 
-def minimax() -> Any:
+def build_minimax() -> Any:
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING["minimax_m3_vl"](**MINIMAX))
     wake(model)
@@ -51,25 +51,25 @@ def minimax() -> Any:
     return model.float().eval()
 
 
-def asked(processor: Any) -> dict[str, Any]:
-    made = processor(photo(64, 48), return_tensors="pt")
-    ids = torch.tensor([[BOS, 20, *[IMAGE] * (int(made["image_grid_thw"].prod()) // 4), 30, 31, 32, EOS]])
-    return {**made, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+def make_inputs(processor: Any) -> dict[str, Any]:
+    outputs = processor(photo(64, 48), return_tensors="pt")
+    ids = torch.tensor([[BOS, 20, *[IMAGE] * (int(outputs["image_grid_thw"].prod()) // 4), 30, 31, 32, EOS]])
+    return {**outputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 @torch.no_grad()
 def test_a_method_on_pixels_acts(processor: Any) -> None:
-    model, whole = minimax(), asked(processor)
+    model, unpruned = build_minimax(), make_inputs(processor)
     with tokenprune.patched(model, "downsample", keep=0.25, processor=processor):
-        inputs = asked(processor)
+        inputs = make_inputs(processor)
         logits, answer = model(**inputs).logits, model.generate(**inputs, max_new_tokens=4)
-    assert [int((one["input_ids"] == IMAGE).sum()) for one in (whole, inputs)] == [48, 12]
+    assert [int((prompt["input_ids"] == IMAGE).sum()) for prompt in (unpruned, inputs)] == [48, 12]
     assert torch.equal(model(**inputs).logits, logits)
     assert torch.equal(model.generate(**inputs, max_new_tokens=4), answer)
 
 
 @pytest.mark.parametrize("name", sorted(families.PIXELS_ONLY & REFUSED.keys()))
-def test_what_leaves_the_prompt_is_refused(name: str, processor: Any) -> None:
+def test_methods_that_drop_tokens_are_refused(name: str, processor: Any) -> None:
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
     model = REFUSED[name].build()
@@ -90,5 +90,7 @@ def test_an_adapter_of_ones_own_may_cut(monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.delitem(families.FAMILIES, row)
         assert checks.find_unsupported_reason(tokenprune.method("divprune"), "minimax_m3_vl") is not None
         register_adapter(family)(Adapter)
-        assert checks.find_unsupported_reason(tokenprune.method("divprune"), get_adapter(minimax()).family) is None
+        assert (
+            checks.find_unsupported_reason(tokenprune.method("divprune"), get_adapter(build_minimax()).family) is None
+        )
         monkeypatch.delitem(families.FAMILIES, "minimax_m3_vl")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny models do what the other tests take for granted."""
+"""Properties of the tiny models that other tests rely on."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def model(family: Family) -> torch.nn.Module:
     return MODELS[family.name]
 
 
-def batches(family: Family) -> list[dict]:
-    """Options of `make_inputs` that together show every shape a batch can have."""
+def list_batches(family: Family) -> list[dict]:
+    """Return options of `make_inputs` for all shapes of a batch."""
     options = [{}, dict(images=(2, 1)), dict(images=(1, 0)), dict(images=0), dict(rows=3, images=2)]
     return options + ([dict(video=True), dict(video=True, images=(0, 1))] if family.video else [])
 
 
 @torch.no_grad()
-def logits(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
+def compute_logits(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
     return model(**inputs).logits
 
 
@@ -51,9 +51,9 @@ def test_build_is_deterministic_and_leaves_the_random_state_alone(family: Family
 
 @pytest.mark.parametrize("padding", ["left", "right", None])
 def test_forward(family: Family, model: torch.nn.Module, padding: str | None) -> None:
-    for options in batches(family):
+    for options in list_batches(family):
         inputs = family.make_inputs(padding=padding, **options)
-        out = logits(model, inputs)
+        out = compute_logits(model, inputs)
         assert out.shape[:2] == inputs["input_ids"].shape
         assert out.isfinite().all()
         assert out.std() > 0.5
@@ -66,40 +66,40 @@ def test_forward(family: Family, model: torch.nn.Module, padding: str | None) ->
 
 
 def test_rows_do_not_depend_on_the_batch(family: Family, model: torch.nn.Module) -> None:
-    for options in batches(family):
+    for options in list_batches(family):
         inputs = family.make_inputs(padding="left", **options)
-        batch = logits(model, inputs)
+        batch = compute_logits(model, inputs)
         for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
-            alone = family.make_inputs(padding="left", only=row, **options)
-            assert torch.equal(alone["input_ids"][0], inputs["input_ids"][row, -length:])
-            torch.testing.assert_close(batch[row, -length:], logits(model, alone)[0], atol=2e-4, rtol=0)
+            single = family.make_inputs(padding="left", only=row, **options)
+            assert torch.equal(single["input_ids"][0], inputs["input_ids"][row, -length:])
+            torch.testing.assert_close(batch[row, -length:], compute_logits(model, single)[0], atol=2e-4, rtol=0)
 
 
 def test_generate(family: Family, model: torch.nn.Module) -> None:
-    for options in batches(family):
+    for options in list_batches(family):
         inputs = family.make_inputs(**options)
         length = inputs["input_ids"].shape[1]
         new = model.generate(**inputs, max_new_tokens=8)[:, length:]
         assert new.shape == (len(inputs["input_ids"]), 8)
-        assert (new >= FIRST_TEXT_ID).all()  # never a placeholder, pad or end
+        assert (new >= FIRST_TEXT_ID).all()  # excludes placeholders, padding and end tokens
         assert torch.equal(new, model.generate(**inputs, max_new_tokens=8)[:, length:])
-        # The first new token is the one that a plain forward points to.
-        assert torch.equal(new[:, 0], logits(model, inputs)[:, -1].argmax(-1))
+        # The first new token is the argmax of a plain forward.
+        assert torch.equal(new[:, 0], compute_logits(model, inputs)[:, -1].argmax(-1))
 
 
-def test_images_are_felt(family: Family, model: torch.nn.Module) -> None:
+def test_images_change_the_logits(family: Family, model: torch.nn.Module) -> None:
     inputs = family.make_inputs()
-    before = logits(model, inputs)[:, -1]
+    before = compute_logits(model, inputs)[:, -1]
     pixels = inputs["pixel_values"].clone()
-    # Row 0 has the first image, whether the first axis counts images, tiles, rows or patches.
+    # Row 0 has the first image for all layouts of the first axis: images, tiles, rows or patches.
     pixels[0] += 1.0
-    after = logits(model, {**inputs, "pixel_values": pixels})[:, -1]
+    after = compute_logits(model, {**inputs, "pixel_values": pixels})[:, -1]
     assert (after - before)[0].abs().max() > 0.05
     torch.testing.assert_close(after[1], before[1], atol=2e-5, rtol=0)
 
 
-def test_single_visual_tokens_are_felt(family: Family, model: torch.nn.Module) -> None:
-    """Swapping the features of two visual tokens is seen at the end: the model does not just average its image."""
+def test_single_visual_tokens_change_the_logits(family: Family, model: torch.nn.Module) -> None:
+    """Swapped features of two visual tokens change the last logits, so images are not just averaged."""
     inputs = family.make_inputs(rows=1)
     first, *_, last = family.visual_mask(model, inputs)[0].nonzero().flatten().tolist()
 
@@ -108,14 +108,14 @@ def test_single_visual_tokens_are_felt(family: Family, model: torch.nn.Module) -
         embeds[:, [first, last]] = embeds[:, [last, first]]
         return args, {**kwargs, "inputs_embeds": embeds}
 
-    before = logits(model, inputs)
+    before = compute_logits(model, inputs)
     with model.get_submodule(family.decoder).register_forward_pre_hook(swap, with_kwargs=True):
-        after = logits(model, inputs)
+        after = compute_logits(model, inputs)
     assert (after - before)[0, -1].abs().max() > 0.02
 
 
 def test_counts(family: Family, model: torch.nn.Module) -> None:
-    for options in batches(family):
+    for options in list_batches(family):
         inputs = family.make_inputs(**options)
         mask = family.visual_mask(model, inputs)
         counts = family.visual_counts(model, inputs)
@@ -133,7 +133,7 @@ def test_counts(family: Family, model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("video", [False, True])
 def test_token_types(video: bool) -> None:
-    """Types mark the placeholders, and the model heeds them (M-RoPE positions; sight both ways within an image)."""
+    """Types mark the placeholders and change the output through M-RoPE positions or bidirectional image attention."""
     for family in FAMILIES.values():
         if family.types is None or (video and family.video is None):
             continue
@@ -144,23 +144,23 @@ def test_token_types(video: bool) -> None:
         assert (types == 2).any() == video
         plain = {key: value for key, value in inputs.items() if "pixel" not in key}
         blank = {**plain, family.types: torch.zeros_like(types)}
-        assert (logits(model, plain) - logits(model, blank)).abs().max() > 0.05
+        assert (compute_logits(model, plain) - compute_logits(model, blank)).abs().max() > 0.05
 
 
 def test_text_only(family: Family, model: torch.nn.Module) -> None:
     inputs = family.make_inputs(images=(0, 0))
     assert not any("pixel" in key or "grid" in key or "sizes" in key for key in inputs)
     assert not family.visual_mask(model, inputs).any()
-    # An image seen before leaves nothing behind.
-    logits(model, family.make_inputs())
-    torch.testing.assert_close(logits(model, inputs), logits(family.build(), inputs), atol=0, rtol=0)
+    # An earlier image must not change later text.
+    compute_logits(model, family.make_inputs())
+    torch.testing.assert_close(compute_logits(model, inputs), compute_logits(family.build(), inputs), atol=0, rtol=0)
 
 
 def test_seed_and_sizes(family: Family) -> None:
-    one, same, other = family.make_inputs(seed=1), family.make_inputs(seed=1), family.make_inputs(seed=2)
-    assert all(torch.equal(one[key], same[key]) for key in one)
-    assert not torch.equal(one["input_ids"], other["input_ids"])
-    assert not torch.equal(one["pixel_values"], other["pixel_values"])
+    first, same, other = family.make_inputs(seed=1), family.make_inputs(seed=1), family.make_inputs(seed=2)
+    assert all(torch.equal(first[key], same[key]) for key in first)
+    assert not torch.equal(first["input_ids"], other["input_ids"])
+    assert not torch.equal(first["pixel_values"], other["pixel_values"])
     for size in family.sizes:
         counts = family.make_inputs(sizes=[size]).counts
         assert counts[0] == counts[1]

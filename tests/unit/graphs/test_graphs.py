@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphed prefill: the same code without a GPU runs the layers of a bucket instead of replaying their graph."""
+"""Graphed prefill. Without a GPU the layers of a bucket run again, instead of a replay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ generate = partial(graphed_answers.generate, max_new_tokens=3)
 
 @pytest.mark.parametrize("keep", [0.4, 1.0])
 def test_families(family: Any, model: Any, keep: float) -> None:
-    """All give the answer that they give without graphs; what does not fit says why."""
+    """Each family gives the same answer with graphs, and two of three prefills are replayed."""
     inputs = family.make_inputs(images=(1,))
     with tokenprune.patched(model, "divprune", keep=keep):
         want = generate(model, inputs)
@@ -39,7 +39,7 @@ def test_families(family: Any, model: Any, keep: float) -> None:
 
 @pytest.mark.parametrize("method", ["fastv", "dart", "v2drop", "vscan", "tome", "dyrate", "vtw"])
 def test_methods(method: str, build: Any) -> None:
-    """Cuts inside the decoder too: layers at which something is read or cut run as they are, the others in groups."""
+    """Layers that are observed or cut run without graphs, and the other layers in groups."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(1,))
     with tokenprune.patched(model, method, keep=0.4):
@@ -48,11 +48,11 @@ def test_methods(method: str, build: Any) -> None:
         for _ in range(3):
             got = generate(model, inputs)
         same(got, want)
-        assert (counts(model).hits == 2) == (method != "v2drop")  # which reads all four layers
+        assert (counts(model).hits == 2) == (method != "v2drop")  # v2drop reads all four layers
 
 
 def test_rows(build: Any) -> None:
-    """Rows of one length need no mask; those of several lengths, and padding, have theirs in the graph."""
+    """Rows of one length run without a mask. For ragged rows and padding the graph contains a mask."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(1,))
     even = {name: torch.cat([value, value]) for name, value in inputs.items()}
@@ -64,7 +64,7 @@ def test_rows(build: Any) -> None:
     with tokenprune.patched(model, "divprune", keep=0.4, graphs=Graphs(step=256, decode=False)):
         for _ in range(2):
             same(generate(model, even), want)
-        for inputs, expected in zip(ragged, ragged_want, strict=True):  # a shorter prompt after a longer one
+        for inputs, expected in zip(ragged, ragged_want, strict=True):  # a shorter prompt follows a longer one
             same(generate(model, inputs), expected)
         assert counts(model).hits == 5 and counts(model).captured == 2
 
@@ -72,7 +72,7 @@ def test_rows(build: Any) -> None:
 @pytest.mark.parametrize("method", ["fastv", "dart", "vscan", "dyrate"])
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
 def test_rows_after_each_other(name: str, method: str, build: Any) -> None:
-    """Prompts with masks and without, of one row and of several, in any order; cuts leave rows of several lengths."""
+    """Prompts with and without masks alternate, with one row and several; cuts leave ragged rows."""
     family = FAMILIES[name]
     model = build(family)
     prompts = [family.make_inputs(images=images, padding="left") for images in ((1,), (1, 2), (2, 2), (1,), (1, 2))]
@@ -86,7 +86,7 @@ def test_rows_after_each_other(name: str, method: str, build: Any) -> None:
 
 @pytest.mark.parametrize("length", [2, 63, 64, 65, 128])
 def test_lengths(length: int, build: Any) -> None:
-    """At the ends of buckets, and beyond the longest."""
+    """Lengths at the borders of buckets, and above max_tokens."""
     model = build(FAMILIES["llava"])
     ids = torch.randint(3, 50, (1, length), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -102,7 +102,7 @@ def test_lengths(length: int, build: Any) -> None:
 @pytest.mark.parametrize("images", [(1,), (1, 1)])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_next_turn(name: str, images: tuple[int, ...], build: Any) -> None:
-    """A second question on a kept cache, which holds padding on the left where there are two rows."""
+    """A second question on a cache of the first, with left padding for two rows."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=images, padding="left")
 
@@ -118,7 +118,7 @@ def test_next_turn(name: str, images: tuple[int, ...], build: Any) -> None:
 
 
 def test_stale(build: Any) -> None:
-    """Weights written in place are read where they lie; what is replaced or hooked is captured anew."""
+    """Overwritten weights keep the graph; replaced weights, replaced modules and new hooks need another capture."""
     family = FAMILIES["llava"]
     model, inputs = copy.deepcopy(build(family)), family.make_inputs(images=(1,))
     layers = model.model.language_model.layers
@@ -140,14 +140,14 @@ def test_stale(build: Any) -> None:
     compare(2)
     layers[2].mlp = copy.deepcopy(layers[0].mlp)
     compare(3)
-    seen: list[Tensor] = []
-    layers[2].register_forward_hook(lambda module, args, output: seen.append(output))
-    compare(5)  # the layers before it, and after it
-    assert len(seen) == 2 * 3 + 3
+    outputs: list[Tensor] = []
+    layers[2].register_forward_hook(lambda module, args, output: outputs.append(output))
+    compare(5)  # the layers before the hook, and the layers after it
+    assert len(outputs) == 2 * 3 + 3
 
 
-def test_numbers_of_an_earlier_prompt(build: Any) -> None:
-    """A prompt whose numbers overflowed leaves nothing to the shorter one after it."""
+def test_values_of_an_earlier_prompt(build: Any) -> None:
+    """NaN of an earlier prompt does not leak into a shorter prompt."""
     model = build(FAMILIES["llava"])
     decoder = model.model.language_model
     bad = torch.full((1, 60, decoder.config.hidden_size), float("nan"))
@@ -161,7 +161,7 @@ def test_numbers_of_an_earlier_prompt(build: Any) -> None:
 
 
 def test_masks_of_an_earlier_prompt(build: Any) -> None:
-    """A mask by which tokens see later ones leaves nothing to the shorter prompt after it."""
+    """A bidirectional mask does not leak into a shorter prompt."""
     model = build(FAMILIES["llava"])
     decoder = model.model.language_model
     generator = torch.Generator().manual_seed(0)
@@ -179,7 +179,7 @@ def test_masks_of_an_earlier_prompt(build: Any) -> None:
 
 
 def test_bounds(build: Any) -> None:
-    """The graph that was used last longest ago goes first, by number and by bytes; unpatching frees all."""
+    """The least recently used graph is evicted, by count and by bytes; unpatching frees all graphs."""
     model = build(FAMILIES["llava"])
     tokenprune.patch(model, "divprune", graphs=Graphs(step=16, max_graphs=2, decode=False))
     part = get_part(model)
@@ -187,10 +187,10 @@ def test_bounds(build: Any) -> None:
         warm_up(model, [10, 30, 10, 50])
         assert counts(model).captured == 3 and len(part.buckets) == 2
         warm_up(model, [10])
-        assert counts(model).captured == 3  # 30 left
+        assert counts(model).captured == 3  # the graph for 30 remains
         part.buckets.graphs = Graphs(step=16, decode=False, bytes=part.buckets.bytes)
         warm_up(model, [50, 70])
-        assert len(part.buckets) == 1  # 50 and 10 left
+        assert len(part.buckets) == 1  # the graphs for 50 and 10 were evicted
         part.buckets.graphs = Graphs(step=16, decode=False, bytes=1)
         warm_up(model, [90, 90])
         assert any("bytes is more than bytes=1" in reason for reason in counts(model).misses)
@@ -211,7 +211,7 @@ def test_warm_up(build: Any) -> None:
 
 
 def test_threads(build: Any) -> None:
-    """Threads share graphs, and get each its own answer."""
+    """Threads share graphs and get correct answers."""
     family = FAMILIES["llava"]
     model = build(family)
     prompts = [family.make_inputs(images=(1,), seed=seed) for seed in range(4)]
@@ -236,7 +236,7 @@ def test_threads(build: Any) -> None:
 
 
 def test_gradients_and_training(build: Any) -> None:
-    """A model that trains is not graphed, and a graph captured in inference mode serves calls outside of it."""
+    """Calls with gradients run without graphs; graphs captured in inference mode also serve other calls."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(1,))
     with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
@@ -254,7 +254,7 @@ def test_gradients_and_training(build: Any) -> None:
 
 
 def test_copies(build: Any) -> None:
-    """A copy of a patched model has graphs of its own weights."""
+    """A copy of a patched model captures graphs of its weights."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(1,))
     with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
@@ -264,13 +264,13 @@ def test_copies(build: Any) -> None:
         with torch.no_grad():
             other.model.language_model.layers[0].mlp.up_proj.weight.mul_(3)
         assert counts(other).hits == 1 and len(tokenprune.api.get_attachment(other).engine.parts[0].__dict__) > 0
-        moved = [generate(other, inputs) for _ in range(2)][-1]
-        assert not torch.equal(moved.logits[0], want.logits[0])
+        changed = [generate(other, inputs) for _ in range(2)][-1]
+        assert not torch.equal(changed.logits[0], want.logits[0])
         same(generate(model, inputs), want)
 
 
 def test_without_a_patch(build: Any) -> None:
-    """The fair baseline: the model as it is, in graphs."""
+    """The baseline for comparisons is the unpatched model with graphs."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(1,))
     want = generate(model, inputs)
@@ -282,7 +282,7 @@ def test_without_a_patch(build: Any) -> None:
 
 
 def test_encoded_images(build: Any) -> None:
-    """Images that were encoded before, which a version of transformers hands on to the layers."""
+    """Features that were encoded before are passed to the layers by some versions of transformers."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(1,))
     with torch.no_grad():
@@ -297,9 +297,9 @@ def test_encoded_images(build: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
 def test_static_cache(name: str, build: Any) -> None:
-    """Its mask, of all slots, is looked at; one that hides more than later tokens is in the graph."""
+    """The mask covers all slots. The graph contains it only if it hides more than later tokens."""
     family = FAMILIES[name]
-    model = copy.deepcopy(build(family))  # transformers notes the longest cache
+    model = copy.deepcopy(build(family))  # transformers stores the longest cache on the model
     inputs = family.make_inputs(images=(1,))
     ragged = family.make_inputs(images=(1, 2), padding="left")
 
@@ -317,8 +317,8 @@ def test_static_cache(name: str, build: Any) -> None:
             assert counts(model).hits == 2
 
 
-def test_something_else_between_layers(build: Any) -> None:
-    """A decoder that puts something between two layers in a later call ends in an error, not in a wrong answer."""
+def test_changed_hidden_states_between_layers_raise(build: Any) -> None:
+    """A change of the hidden states between two graphed layers raises an error."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(1,))
     with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):

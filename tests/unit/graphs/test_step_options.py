@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding steps with graphs: options of `generate`, what is refused, limits, and threads."""
+"""Decoding steps with graphs: options of `generate`, unsupported caches, limits and threads."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_refused_caches(build: Any) -> None:
 
 
 def test_sliding_windows(build: Any) -> None:
-    """Layers with a window are replayed while the window holds the whole buffer, and run without graphs after that."""
+    """Layers with a window are replayed only while the window covers the whole buffer."""
     family = FAMILIES["gemma3"]
     model, inputs = copy.deepcopy(build(family)), family.make_inputs(images=(1,))
     text = model.config.get_text_config()
@@ -136,14 +136,14 @@ def test_sliding_windows(build: Any) -> None:
         with tokenprune.patched(model, "divprune", keep=0.4, graphs=Graphs(cache_step=16)):
             for _ in range(2):
                 same(generate(model, inputs), want)
-            moved = [("step", *key[0][1:2]) for key in get_part(model).buckets._buckets if key[0][0] == "step"]
-        layers = {layer for _, group in moved for layer in group}
+            groups = [("step", *key[0][1:2]) for key in get_part(model).buckets._buckets if key[0][0] == "step"]
+        layers = {layer for _, group in groups for layer in group}
         sliding = {index for index, kind in enumerate(text.layer_types) if kind == "sliding_attention"}
         assert (layers >= sliding) == (hits == "all") and layers - sliding, (window, layers)
 
 
 def test_adapters_and_hooks(build: Any) -> None:
-    """Layers with modules of other packages run without graphs; they are captured anew after the modules are gone."""
+    """Layers with modules of other packages run without graphs, and are captured again after removal."""
     family = FAMILIES["llava"]
     model, inputs = copy.deepcopy(build(family)), family.make_inputs(images=(1,))
     layers = model.model.language_model.layers
@@ -180,7 +180,7 @@ def test_adapters_and_hooks(build: Any) -> None:
         for both in (layers, plain.model.language_model.layers):
             both[1].mlp.up_proj.weight.mul_(0.5)
     assert compare() == 2 * (STEPS - 1)
-    layers[2]._hf_hook = object()  # as of weights that accelerate moves
+    layers[2]._hf_hook = object()  # as for weights that accelerate moves
     assert compare() == 2 * (STEPS - 1) - 1
     del layers[2]._hf_hook
 
@@ -227,7 +227,7 @@ def test_bounds(build: Any) -> None:
 
 
 def test_old_values(build: Any) -> None:
-    """A cache with NaN leaves nothing to a shorter cache in the same buffers."""
+    """NaN of an earlier cache does not leak into a shorter cache in the same buffers."""
     model = build(FAMILIES["llava"])
     decoder = model.model.language_model
     width = decoder.config.hidden_size
@@ -250,7 +250,7 @@ def test_old_values(build: Any) -> None:
 
 
 def test_auto(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shape is captured when it is used for the second time, within a share of the free memory."""
+    """A shape is captured on its second use, within a share of the free memory."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(1,))
     with tokenprune.patched(model, "divprune", keep=0.4):
@@ -277,7 +277,7 @@ def test_auto(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_warm_up(build: Any) -> None:
-    """Captures the step too, so that the first answer replays."""
+    """The step is captured too, so the first answer replays."""
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(1,))
     with tokenprune.patched(model, "divprune", keep=1.0, graphs=True):

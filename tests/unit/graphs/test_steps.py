@@ -29,7 +29,7 @@ METHODS = ["divprune", "visionzip", "tome", "fastv", "dart", "pyramiddrop", "vsc
 @pytest.mark.parametrize("images", [(1,), (1, 2)])
 @pytest.mark.parametrize("method", METHODS)
 def test_methods(method: str, images: tuple[int, ...], build: Any) -> None:
-    """Rows of several lengths have masks, and cuts inside the decoder leave layers of several lengths."""
+    """Ragged rows have masks, and cuts inside the decoder leave layers of different lengths."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=images, padding="left")
     with tokenprune.patched(model, method, keep=0.4):
@@ -56,7 +56,7 @@ def test_positions_and_masks(name: str, method: str, build: Any) -> None:
 
 
 def test_eager_attention(build: Any) -> None:
-    """Its masks are additive, in the prefill and in each step. The slots of padding differ from the prefill on."""
+    """Eager masks are additive in the prefill and in each step, and hide padding from the prefill on."""
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 2), padding="left")
     with tokenprune.patched(model, "divprune", keep=0.4):
@@ -81,7 +81,7 @@ def test_without_a_method(build: Any) -> None:
 
 
 def test_capacities(build: Any) -> None:
-    """A cache that outgrows its buffers moves into larger ones, and an answer of any length is the same."""
+    """A cache that outgrows its buffers moves into larger buffers without changing the answer."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(1,))
     with tokenprune.patched(model, "divprune", keep=0.4):
@@ -106,7 +106,7 @@ def test_capacity_rule() -> None:
 @pytest.mark.parametrize("images", [(1,), (1, 2), (0, 2)])
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
 def test_next_turns(method: str, images: tuple[int, ...], build: Any) -> None:
-    """Several questions on kept caches, in turn: one conversation does not disturb another."""
+    """Later questions on several caches alternate without affecting each other."""
     family = FAMILIES["llava"]
     model = build(family)
     prompts = [family.make_inputs(images=images, padding="left", seed=seed) for seed in range(3)]
@@ -157,7 +157,7 @@ def test_steps_that_prune_after_a_warm_up(build: Any) -> None:
 
 
 def test_kept_tensors_do_not_change(build: Any) -> None:
-    """Tensors of an earlier cache, which a caller keeps, are not written by later prompts and steps."""
+    """Later prompts and steps do not overwrite tensors of a cache that the caller keeps."""
     family = FAMILIES["llava"]
     model = build(family)
     prompts = [family.make_inputs(images=(1,), seed=seed) for seed in range(3)]
@@ -177,7 +177,7 @@ def test_kept_tensors_do_not_change(build: Any) -> None:
         gc.collect()
         for inputs in prompts:
             generate(model, inputs)
-        assert counts(model).captured <= captured + 1  # buffers that nothing shares are used again
+        assert counts(model).captured <= captured + 1  # unshared buffers are reused
 
 
 def branch(model: Any, cache: Any, token: int) -> Tensor:
@@ -205,7 +205,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_caches(change: str, patched: bool, build: Any) -> None:
-    """Changes of a cache between steps, of which an earlier copy stays as it was."""
+    """Steps follow a change of the cache, and tensors taken before the change stay valid."""
     if patched and change in ("rewind", "crop of some layers"):
         pytest.skip("the positions of a pruned cache are changed by crop only")
     family = FAMILIES["llava"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of frames and their attention, without any model: against loops written from the rule."""
+"""Frame blocks and their attention equal loops written from the rule."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, atten
 from tokenprune.selection.frames import Visual
 
 
-def video(first: int, frames: int, size: int = 4, gap: int = 0, modality: str = "video") -> Visual:
-    """Frames of `size` tokens from `first` on, with `gap` tokens of text between them."""
-    starts = [first + number * (size + gap) for number in range(frames)]
+def make_video(first: int, frames: int, size: int = 4, gap: int = 0, modality: str = "video") -> Visual:
+    """Return a video with `size` tokens per frame and `gap` text tokens between frames."""
+    starts = [first + index * (size + gap) for index in range(frames)]
     return Visual(modality, tuple((start, start + size) for start in starts))
 
 
-def ids_of(starts: list[int], end: int) -> list[int]:
-    """The block of each position, counted out one by one."""
+def list_ids(starts: list[int], end: int) -> list[int]:
+    """Return the block id of each position, counted one by one."""
     ids = []
     for position in range(end):
         passed = sum(start <= position for start in starts)
@@ -34,48 +34,51 @@ def ids_of(starts: list[int], end: int) -> list[int]:
 
 
 def naive_ids(visuals: list[Visual], end: int, sink: int, block: int) -> list[int]:
-    """The rule, frame by frame: which block each frame is in, then each token of text by the frame that it precedes."""
-    first = next(number for number, visual in enumerate(visuals) if visual.modality == "video")
+    """Assign each frame to a block, then each text token to the block of the next frame."""
+    first = next(block_id for block_id, visual in enumerate(visuals) if visual.modality == "video")
     frames: list[tuple[int, int, int]] = []  # (start, end, block), after the sink
-    number = 0
+    block_id = 0
     for index, visual in enumerate(visuals[first:]):
         rest = list(visual.frames)
         if index == 0:
             frames += [(*frame, SINK) for frame in rest[:sink]]
             rest = rest[sink:]
         elif rest[0][0] - frames[-1][1] > 32:
-            number += 1  # a long text between visuals is a block
-            frames.append((rest[0][0], rest[0][0], number))
+            block_id += 1  # a long text between visuals is a block
+            frames.append((rest[0][0], rest[0][0], block_id))
         sizes = [block] * (len(rest) // block)
-        if left := len(rest) % block:
-            if sizes and left < block / 2:
-                sizes[-1] += left
+        if remainder := len(rest) % block:
+            if sizes and remainder < block / 2:
+                sizes[-1] += remainder
             else:
-                sizes.append(left)
+                sizes.append(remainder)
         for size in sizes:
-            number += 1
-            frames += [(*frame, number) for frame in rest[:size]]
+            block_id += 1
+            frames += [(*frame, block_id) for frame in rest[:size]]
             del rest[:size]
     ids = []
     for position in range(end):
-        ahead = [which for _, last, which in frames if position < last]
-        ids.append(ahead[0] if ahead else TAIL)
+        next_blocks = [frame_block for _, last, frame_block in frames if position < last]
+        ids.append(next_blocks[0] if next_blocks else TAIL)
     for position in range(frames[0][0]):
         ids[position] = SINK
     return ids
 
 
 PROMPTS: dict[str, tuple[list[Visual], int]] = {
-    "plain": ([video(5, 24)], 110),
-    "time stamps": ([video(5, 24, gap=3)], 190),
-    "frames do not divide": ([video(3, 23)], 100),
-    "one block": ([video(3, 7)], 40),
-    "two videos": ([video(5, 10), video(50, 9)], 100),
-    "long text between": ([video(5, 10), video(90, 9)], 140),
-    "text of 32 between": ([video(5, 10), video(77, 9)], 140),
-    "images after": ([video(5, 10), video(48, 1, 9, modality="image"), video(60, 1, 9, modality="image")], 80),
-    "image before": ([video(4, 1, 9, modality="image"), video(20, 11)], 90),
-    "video within the sink": ([video(5, 2), video(20, 9)], 70),
+    "plain": ([make_video(5, 24)], 110),
+    "time stamps": ([make_video(5, 24, gap=3)], 190),
+    "frames do not divide": ([make_video(3, 23)], 100),
+    "one block": ([make_video(3, 7)], 40),
+    "two videos": ([make_video(5, 10), make_video(50, 9)], 100),
+    "long text between": ([make_video(5, 10), make_video(90, 9)], 140),
+    "text of 32 between": ([make_video(5, 10), make_video(77, 9)], 140),
+    "images after": (
+        [make_video(5, 10), make_video(48, 1, 9, modality="image"), make_video(60, 1, 9, modality="image")],
+        80,
+    ),
+    "image before": ([make_video(4, 1, 9, modality="image"), make_video(20, 11)], 90),
+    "video within the sink": ([make_video(5, 2), make_video(20, 9)], 70),
 }
 
 
@@ -86,52 +89,58 @@ def test_block_starts_of_pevlm(prompt: str, sink: int, block: int) -> None:
     method = tokenprune.method("pevlm", sink_frames=sink, block_frames=block, min_frames=1)
     starts = method.block_starts(visuals, end)
     assert starts == sorted(set(starts)) and starts[-1] == visuals[-1].frames[-1][1]
-    ids = ids_of(starts, end)
+    ids = list_ids(starts, end)
     assert ids == naive_ids(visuals, end, sink, block)
-    for visual in visuals:  # no block splits a frame, and none is left to the tail
+    for visual in visuals:  # no block splits a frame, and each frame precedes the tail
         for first, last in visual.frames:
             assert len(set(ids[first:last])) == 1 and ids[first] != TAIL
-    of_text = tokenprune.method("pevlm", sink_mode="text", block_frames=block, min_frames=1).block_starts(visuals, end)
-    assert of_text[0] == next(visual for visual in visuals if visual.modality == "video").frames[0][0]
+    text_starts = tokenprune.method("pevlm", sink_mode="text", block_frames=block, min_frames=1).block_starts(
+        visuals, end
+    )
+    assert text_starts[0] == next(visual for visual in visuals if visual.modality == "video").frames[0][0]
 
 
-@pytest.mark.parametrize(("left", "blocks"), [(8, [4, 4]), (9, [4, 5]), (10, [4, 4, 2]), (11, [4, 4, 3]), (1, [1])])
-def test_the_last_block_merges_below_half(left: int, blocks: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("num_frames", "blocks"), [(8, [4, 4]), (9, [4, 5]), (10, [4, 4, 2]), (11, [4, 4, 3]), (1, [1])]
+)
+def test_the_last_block_merges_below_half(num_frames: int, blocks: list[int]) -> None:
     starts = tokenprune.method("pevlm", sink_frames=2, block_frames=4, min_frames=1).block_starts(
-        [video(5, 2 + left)], 5 + 4 * (2 + left) + 3
+        [make_video(5, 2 + num_frames)], 5 + 4 * (2 + num_frames) + 3
     )
     assert [(b - a) / 4 for a, b in pairwise(starts)] == blocks
 
 
 def test_prompts_that_keep_full_attention() -> None:
-    def why(visuals: list[Visual], end: int, **options: Any) -> str:
-        found = tokenprune.method("pevlm", **options).block_starts(visuals, end)
-        assert isinstance(found, str)
-        return found
+    def get_reason(visuals: list[Visual], end: int, **options: Any) -> str:
+        result = tokenprune.method("pevlm", **options).block_starts(visuals, end)
+        assert isinstance(result, str)
+        return result
 
-    assert "no video" in why([video(2, 1, modality="image")], 20)
-    assert "no video" in why([], 20)
-    assert "35 frames are fewer than min_frames=36" in why([video(2, 35)], 500)
-    assert not isinstance(tokenprune.method("pevlm").block_starts([video(2, 36)], 500), str)
-    assert "24" in why([video(2, 23)], 500, sink_mode="text")
-    assert "only_single_video" in why([video(2, 40), video(200, 40)], 500, only_single_video=True)
-    assert "no token follows" in why([video(2, 40)], 162)
-    assert "sink contains all" in why([video(2, 4)], 50, min_frames=1)
+    assert "no video" in get_reason([make_video(2, 1, modality="image")], 20)
+    assert "no video" in get_reason([], 20)
+    assert "35 frames are fewer than min_frames=36" in get_reason([make_video(2, 35)], 500)
+    assert not isinstance(tokenprune.method("pevlm").block_starts([make_video(2, 36)], 500), str)
+    assert "24" in get_reason([make_video(2, 23)], 500, sink_mode="text")
+    assert "only_single_video" in get_reason([make_video(2, 40), make_video(200, 40)], 500, only_single_video=True)
+    assert "no token follows" in get_reason([make_video(2, 40)], 162)
+    assert "sink contains all" in get_reason([make_video(2, 4)], 50, min_frames=1)
 
 
 @pytest.mark.parametrize(("count", "frames"), [(20, 5), (21, 5), (48, 3), (4, 4)])
 def test_frames_of_tokens(count: int, frames: int) -> None:
-    places = [position for position in range(3, 300) if position % 7][:count]
-    visual = Visual.from_positions("video", places, frames)
+    positions = [position for position in range(3, 300) if position % 7][:count]
+    visual = Visual.from_positions("video", positions, frames)
     size = count // frames
     assert len(visual.frames) == frames
-    for number, (first, last) in enumerate(visual.frames):
-        mine = places[number * size : (number + 1) * size] if number < frames - 1 else places[number * size :]
-        assert (first, last) == (mine[0], mine[-1] + 1)
+    for index, (first, last) in enumerate(visual.frames):
+        frame_positions = (
+            positions[index * size : (index + 1) * size] if index < frames - 1 else positions[index * size :]
+        )
+        assert (first, last) == (frame_positions[0], frame_positions[-1] + 1)
 
 
 def test_positions_that_are_not_whole_frames() -> None:
-    assert Visual.from_positions("video", range(10), 4) is None  # a rest as long as a frame
+    assert Visual.from_positions("video", range(10), 4) is None  # the remainder is as long as a frame
     assert Visual.from_positions("video", range(3), 4) is None
     assert Visual.from_positions("video", range(3), 0) is None
 
@@ -149,23 +158,23 @@ PARTS = [
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, scale: float) -> Tensor:
-    """[B, H, L, D]: each query alone, over the set of keys that it may see."""
+    """Return the attention of each query over its visible keys, `[B, H, L, D]`, one query at a time."""
     out = torch.zeros(*query.shape[:3], value.shape[-1])
     group = query.shape[1] // key.shape[1]
-    for row, of_row in enumerate(ids.tolist()):
-        for i, mine in enumerate(of_row):
-            if mine == PADDING:
+    for row, row_ids in enumerate(ids.tolist()):
+        for i, own_id in enumerate(row_ids):
+            if own_id == PADDING:
                 continue
-            seen = [j for j in range(i + 1) if of_row[j] != PADDING]
-            if mine != TAIL:
-                seen = [j for j in seen if of_row[j] in (SINK, mine)]
+            visible = [j for j in range(i + 1) if row_ids[j] != PADDING]
+            if own_id != TAIL:
+                visible = [j for j in visible if row_ids[j] in (SINK, own_id)]
             for head in range(query.shape[1]):
-                keys, values = key[row, head // group, seen], value[row, head // group, seen]
+                keys, values = key[row, head // group, visible], value[row, head // group, visible]
                 out[row, head, i] = ((keys @ query[row, head, i]) * scale).softmax(0) @ values
     return out
 
 
-def qkv(length: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def draw_qkv(length: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(length)
     return tuple(torch.randn(batch, heads, length, 8, generator=g).to(dtype) for heads in (4, 2, 2))
 
@@ -174,10 +183,10 @@ def qkv(length: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> tupl
 def test_mask_and_blocks_equal_the_loop(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = ids_from(parts)
     assert Parts.from_ids(ids) == parts
-    query, key, value = qkv(len(ids), batch=2)
+    query, key, value = draw_qkv(len(ids), batch=2)
     want = naive_attention(query, key, value, ids.expand(2, -1), 0.4)
     torch.testing.assert_close(attend_by_mask(query, key, value, ids.expand(2, -1), 0.4), want, atol=1e-5, rtol=0)
-    for queries in (1024, 3):  # a long part is computed in several calls
+    for queries in (1024, 3):  # 3 splits long parts into several calls
         monkeypatch.setattr("tokenprune.kernels.block_attention._QUERIES", queries)
         torch.testing.assert_close(attend_in_blocks(query, key, value, parts, 0.4), want, atol=1e-5, rtol=0)
 
@@ -185,15 +194,15 @@ def test_mask_and_blocks_equal_the_loop(parts: Parts, monkeypatch: pytest.Monkey
 @each("parts", PARTS)
 def test_count_of_pairs(parts: Parts) -> None:
     ids = ids_from(parts)
-    real = ids != PADDING
-    assert parts.pairs == int(allowed_pairs(ids[None])[0][real].sum())
-    whole = Parts(0, int(real.sum()), (), 0, 0)
-    assert whole.pairs == math.comb(int(real.sum()) + 1, 2)
+    is_valid = ids != PADDING
+    assert parts.pairs == int(allowed_pairs(ids[None])[0][is_valid].sum())
+    one_part = Parts(0, int(is_valid.sum()), (), 0, 0)
+    assert one_part.pairs == math.comb(int(is_valid.sum()) + 1, 2)
 
 
 def test_half_precision() -> None:
     for parts in PARTS:
-        query, key, value = qkv(len(ids_from(parts)), dtype=torch.bfloat16)
+        query, key, value = draw_qkv(len(ids_from(parts)), dtype=torch.bfloat16)
         got = attend_in_blocks(query, key, value, parts, 0.4)
         want = attend_by_mask(query, key, value, ids_from(parts)[None], 0.4)
         assert got.dtype == torch.bfloat16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters of tokens against naive loops; batches give what their rows give alone, and parts what a whole does."""
+"""Clusters of tokens equal naive loops, in ragged batches and in blocks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from videos import best, clusters, cos
 COUNTS = [9, 5, 1]
 
 
-def rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows with padding that is not zero, its mask, weights, and how many to take of each."""
+def make_rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return rows with nonzero padding, their mask, weights and the number of clusters per row."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(3, 9, 4, generator=g)
     mask = torch.arange(9) < torch.tensor(COUNTS)[:, None]
@@ -38,21 +38,21 @@ def rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.fixture(params=[2**24, 1])
-def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows at once, and one at a time."""
+def block_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute all rows in one block, or each row in a block."""
     monkeypatch.setattr(kernels, "_MAX_ELEMENTS", request.param)
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("block_sizes")
 def test_clusters_around_peaks() -> None:
-    x, mask, _, number = rows()
-    centres, member = cluster_density_peaks(x, mask, number, 4)
+    x, mask, _, num_clusters = make_rows()
+    centres, member = cluster_density_peaks(x, mask, num_clusters, 4)
     for row, count in enumerate(COUNTS):
-        want = clusters(dict(enumerate(x[row, :count].tolist())), int(number[row]))
+        want = clusters(dict(enumerate(x[row, :count].tolist())), int(num_clusters[row]))
         assert member[row].tolist() == [want[i] for i in range(count)] + [-1] * (9 - count)
         assert centres[row].nonzero().flatten().tolist() == sorted(set(want.values()))
-    none = cluster_density_peaks(x, mask, torch.zeros(3, dtype=torch.long), 1)
-    assert not none[0].any() and (none[1] == -1).all()
+    empty = cluster_density_peaks(x, mask, torch.zeros(3, dtype=torch.long), 1)
+    assert not empty[0].any() and (empty[1] == -1).all()
 
 
 def test_equally_near_centres_go_to_the_first() -> None:
@@ -73,7 +73,7 @@ def test_components_need_a_larger_cosine_than_the_threshold() -> None:
 
 
 def test_distances_survive_cancellation() -> None:
-    """Vectors far from the origin and near each other; of copies exactly 0, and equal to any other."""
+    """Distances stay precise far from the origin; copies have distance 0 and identical columns."""
     g = torch.Generator().manual_seed(3)
     x = 3 + torch.randn(2, 40, 301, generator=g) * torch.logspace(-4, 1, 40)[:, None]
     x[:, 33:] = x[:, :7]
@@ -83,29 +83,29 @@ def test_distances_survive_cancellation() -> None:
     assert torch.equal(got == 0, want == 0) and torch.equal(got[:, 33:], got[:, :7])
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("block_sizes")
 def test_select_farthest_weighted() -> None:
-    x, mask, weight, number = rows(1)
-    got = select_farthest_weighted(x, mask, weight, number, 4)
+    x, mask, weight, num_picks = make_rows(1)
+    got = select_farthest_weighted(x, mask, weight, num_picks, 4)
     for row, count in enumerate(COUNTS):
-        want = far_apart(x[row, :count].tolist(), weight[row, :count].tolist(), int(number[row]))
+        want = far_apart(x[row, :count].tolist(), weight[row, :count].tolist(), int(num_picks[row]))
         assert got[row].nonzero().flatten().tolist() == sorted(want)
     x[0, 3], weight[0, 2] = 0, math.nan
-    assert select_farthest_weighted(x, mask, weight, number, 4).sum(1).tolist() == [4, 2, 1]
+    assert select_farthest_weighted(x, mask, weight, num_picks, 4).sum(1).tolist() == [4, 2, 1]
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("block_sizes")
 def test_facility_location() -> None:
-    x, mask, weight, number = rows(2)
-    got = facility_location(x, mask, weight, number, 4)
+    x, mask, weight, num_picks = make_rows(2)
+    got = facility_location(x, mask, weight, num_picks, 4)
     for row, count in enumerate(COUNTS):
         points, w = x[row, :count].tolist(), weight[row, :count].tolist()
-        alike = [[cos(a, b) for b in points] for a in points]
-        taken: list[int] = []
-        for _ in range(int(number[row])):
-            gain = {j: cover(alike, w, [*taken, j]) for j in range(count) if j not in taken}
-            taken += best(gain, gain, 1)
-        assert got[row].nonzero().flatten().tolist() == sorted(taken)
+        similarity = [[cos(a, b) for b in points] for a in points]
+        picks: list[int] = []
+        for _ in range(int(num_picks[row])):
+            gain = {j: cover(similarity, w, [*picks, j]) for j in range(count) if j not in picks}
+            picks += best(gain, gain, 1)
+        assert got[row].nonzero().flatten().tolist() == sorted(picks)
 
 
 @each("length", [1, 2, 7, 8, 9, 33])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compile for GPUs that are not there, without spilled registers, and within what was committed.
+"""Kernels compile for absent GPUs, without spilled registers and within the committed budgets.
 
-Triton was imported by this process to interpret kernels, so the compiling is done in another one.
+Triton was imported by this process to interpret kernels, so a subprocess compiles them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """script(name): a script of experiments/ as a module."""
+def import_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a function that imports an experiment script by name."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
     before = set(sys.modules)
     yield importlib.import_module
@@ -35,22 +35,22 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             del sys.modules[name]
 
 
-def ran(script: str, *arguments: str, fails: bool = False) -> str:
-    """Return the output of a script of experiments/, in a process that compiles kernels."""
+def run_script(script: str, *arguments: str, fails: bool = False) -> str:
+    """Run an experiment script in a process that compiles kernels and return its output."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "benchmarks" / "experiments" / script), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-    assert (done.returncode != 0) == fails, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert (completed.returncode != 0) == fails, completed.stdout + completed.stderr
+    return completed.stdout + completed.stderr
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read_table(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     first, *records = (json.loads(line) for line in path.read_text().splitlines())
     return first, records
 
 
-def identity(record: dict[str, Any]) -> str:
+def get_identity(record: dict[str, Any]) -> str:
     fields = ("kernel", "gpu", "warps", "stages", "constants", "ones", "divided", "types")
     return json.dumps([record[field] for field in fields], sort_keys=True)
 
@@ -58,37 +58,47 @@ def identity(record: dict[str, Any]) -> str:
 def test_the_worst_program_of_each_kernel_compiles_within_its_budget(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """All programs are listed, so that one that is new, or made with other block sizes, is missed in the table; of each
-    kernel the one nearest to its limits is compiled and compared with its record (all with --every-combination)."""
+    """The table lists every program, and the worst program of each kernel compiles like its record.
+
+    The worst program is the nearest to its limits; --every-combination compiles all programs.
+    """
     table, path = ROOT / "benchmarks/results/kernels.jsonl", tmp_path / "kernels.jsonl"
-    head, known = read(table)
-    if head["triton"] != (here := importlib.import_module("triton").__version__):
-        pytest.skip(f"the table is of triton {head['triton']}, and this is {here}, which counts other registers")
-    few = [] if request.config.getoption("--every-combination") else ["--worst", "1"]
-    ran("compile_kernels.py", *few, "--gpus", *head["gpus"], "--dtypes", *head["dtypes"], "--json", str(path))
-    asked = read(path)[1]
-    assert {identity(one) for one in asked} == {identity(one) for one in known}, "other programs: dev/measure kernels"
-    compiled = [one for one in asked if "registers" in one]
-    assert {one["kernel"] for one in compiled} == {one["kernel"] for one in known}
-    assert all(one["spills"] == 0 for one in compiled)
+    header, recorded = read_table(table)
+    if header["triton"] != (installed := importlib.import_module("triton").__version__):
+        pytest.skip(
+            f"the table was compiled with triton {header['triton']}, and triton {installed} allocates other registers"
+        )
+    limit = [] if request.config.getoption("--every-combination") else ["--worst", "1"]
+    run_script(
+        "compile_kernels.py", *limit, "--gpus", *header["gpus"], "--dtypes", *header["dtypes"], "--json", str(path)
+    )
+    programs = read_table(path)[1]
+    assert {get_identity(program) for program in programs} == {get_identity(program) for program in recorded}, (
+        "other programs: dev/measure kernels"
+    )
+    compiled = [program for program in programs if "registers" in program]
+    assert {program["kernel"] for program in compiled} == {program["kernel"] for program in recorded}
+    assert all(program["spills"] == 0 for program in compiled)
 
 
-def test_the_table_is_whole(script: Any) -> None:
-    """Every kernel is in it for each GPU; nothing in it spills, or takes more than there is."""
-    module, targets = script("compile_kernels"), script("gpu_targets")
-    head, records = read(ROOT / "benchmarks/results/kernels.jsonl")
-    kernels = {one["kernel"] for one in records}
+def test_the_table_is_whole(import_script: Any) -> None:
+    """The table has every kernel for each GPU, without spills and within the GPU's limits."""
+    module, targets = import_script("compile_kernels"), import_script("gpu_targets")
+    header, records = read_table(ROOT / "benchmarks/results/kernels.jsonl")
+    kernels = {record["kernel"] for record in records}
     sources = "".join(path.read_text() for path in (ROOT / "tokenprune/kernels").glob("*_triton.py"))
-    made = re.findall(r"@(?:triton\.)?jit.*\ndef (\w+)", sources)
-    assert kernels == {name for name in made if re.search(rf"\b{name}\[", sources)}, "launched ones"
-    assert {"sm_80", "sm_90", "sm_100", "gfx942"} == set(head["gpus"]) == targets.GPUS.keys()
-    assert {"float32", "float16", "bfloat16"} == set(head["dtypes"])
-    assert {(one["kernel"], one["gpu"]) for one in records} == {(k, gpu) for k in kernels for gpu in head["gpus"]}
-    assert [fault for one in records for fault in module.faults(one)] == []
+    jitted = re.findall(r"@(?:triton\.)?jit.*\ndef (\w+)", sources)
+    assert kernels == {name for name in jitted if re.search(rf"\b{name}\[", sources)}, "launched kernels"
+    assert {"sm_80", "sm_90", "sm_100", "gfx942"} == set(header["gpus"]) == targets.GPUS.keys()
+    assert {"float32", "float16", "bfloat16"} == set(header["dtypes"])
+    assert {(record["kernel"], record["gpu"]) for record in records} == {
+        (k, gpu) for k in kernels for gpu in header["gpus"]
+    }
+    assert [fault for record in records for fault in module.faults(record)] == []
 
 
-def test_faults_are_found(script: Any) -> None:
-    module = script("compile_kernels")
+def test_faults_are_found(import_script: Any) -> None:
+    module = import_script("compile_kernels")
     good = {
         "kernel": "_k", "gpu": "sm_80", "dtype": "float32", "model": "m", "spills": 0, "shared": 1024, "registers": 100,
         "size": 1000, "occupancy": 0.5, "grid": [9, 1, 1],
@@ -99,17 +109,18 @@ def test_faults_are_found(script: Any) -> None:
         "does not fit": {"occupancy": 0.0}, "111 registers, 100": {"registers": 111}, "1251 size": {"size": 1251},
         "1025 shared": {"shared": 1025},
     }  # fmt: skip
-    for said, change in cases.items():
-        found = module.faults(good | change, good)
-        assert any(said in fault and "_k on sm_80" in fault for fault in found), said
+    for message, change in cases.items():
+        faults = module.faults(good | change, good)
+        assert any(message in fault and "_k on sm_80" in fault for fault in faults), message
     grown = [{"registers": 111}, {"size": 1251}, {"shared": 1025}]
-    assert not any(module.faults(good | change) for change in grown), "without a budget there is nothing to grow past"
+    assert not any(module.faults(good | change) for change in grown), "growth is a fault only beside a recorded budget"
 
 
 @each(
     ("gpu", "registers", "shared", "warps", "share"),
     [
-        # NVIDIA's occupancy calculator: 2048 threads; 64 registers of 256 threads fit four times; 255 of 128, twice.
+        # NVIDIA's occupancy calculator: 2048 threads. 64 registers fit 4 blocks of 256 threads, 255 fit 2
+        # blocks of 128.
         ("sm_80", 32, 0, 8, 1.0),
         ("sm_80", 64, 0, 8, 0.5),
         ("sm_80", 255, 0, 4, 0.125),
@@ -120,5 +131,5 @@ def test_faults_are_found(script: Any) -> None:
         ("gfx942", 32, 32768, 4, 0.25),
     ],
 )
-def test_occupancy(script: Any, gpu: str, registers: int, shared: int, warps: int, share: float) -> None:
-    assert script("gpu_targets").GPUS[gpu].occupancy(registers, shared, warps) == share
+def test_occupancy(import_script: Any, gpu: str, registers: int, shared: int, warps: int, share: float) -> None:
+    assert import_script("gpu_targets").GPUS[gpu].occupancy(registers, shared, warps) == share

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The farthest of many tokens, found block by block, against the loop that compares each pick with all."""
+"""Farthest-point selection in blocks equals the loop that compares each pick with all tokens."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "_STEPS", 5)
 
 
-def one_after_the_other(unit: Tensor, number: int) -> Tensor:
-    apart = cosine_distances(unit, unit).clone().fill_diagonal_(torch.inf)
-    near, taken = apart.amin(1), []
-    for step in range(number):
-        free = [i for i in range(len(unit)) if i not in taken]
-        taken.append(max(free, key=lambda i: (float(near[i]), -i)))
-        near = apart[taken[-1]] if step == 0 else torch.minimum(near, apart[taken[-1]])
-    return torch.zeros(len(unit), dtype=torch.bool).index_fill(0, torch.tensor(taken, dtype=torch.long), True)
+def select_by_loop(unit: Tensor, num_picks: int) -> Tensor:
+    distance = cosine_distances(unit, unit).clone().fill_diagonal_(torch.inf)
+    nearest, picks = distance.amin(1), []
+    for step in range(num_picks):
+        candidates = [i for i in range(len(unit)) if i not in picks]
+        picks.append(max(candidates, key=lambda i: (float(nearest[i]), -i)))
+        nearest = distance[picks[-1]] if step == 0 else torch.minimum(nearest, distance[picks[-1]])
+    return torch.zeros(len(unit), dtype=torch.bool).index_fill(0, torch.tensor(picks, dtype=torch.long), True)
 
 
-def tokens(kind: str, seed: int) -> Tensor:
+def make_tokens(kind: str, seed: int) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(COUNT, WIDTH, generator=g)
     if kind == "groups":
@@ -44,7 +44,7 @@ def tokens(kind: str, seed: int) -> Tensor:
     if kind == "corners":
         return x[:, :4].sign().repeat(1, 4)
     if kind == "levels":
-        return x[:, :8].sign().repeat(1, 2)  # many distances, all of them shared by many
+        return x[:, :8].sign().repeat(1, 2)  # few distinct distances, each shared by many pairs
     if kind == "line":
         return 1 + 1e-3 * torch.arange(COUNT)[:, None] * x[0]
     if kind == "some zeros":
@@ -58,69 +58,69 @@ KINDS = ("random", "groups", "copies", "corners", "levels", "line", "some zeros"
 @each("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @each("kind", KINDS)
 def test_same_picks_as_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
-    for seed, number in enumerate((1, 2, 17, 100, COUNT)):
-        unit = normalize(tokens(kind, seed).to(dtype).float(), dim=-1)
-        assert torch.equal(select_farthest_blocked(unit, number), one_after_the_other(unit, number)), number
+    for seed, num_picks in enumerate((1, 2, 17, 100, COUNT)):
+        unit = normalize(make_tokens(kind, seed).to(dtype).float(), dim=-1)
+        assert torch.equal(select_farthest_blocked(unit, num_picks), select_by_loop(unit, num_picks)), num_picks
 
 
 @pytest.mark.parametrize("count", [2, 15, 16, 17, 33])
 def test_few_tokens(count: int) -> None:
-    unit = normalize(tokens("copies", 3)[:count], dim=-1)
-    for number in range(count + 1):
-        assert torch.equal(select_farthest_blocked(unit, number), one_after_the_other(unit, number))
+    unit = normalize(make_tokens("copies", 3)[:count], dim=-1)
+    for num_picks in range(count + 1):
+        assert torch.equal(select_farthest_blocked(unit, num_picks), select_by_loop(unit, num_picks))
     assert select_farthest_blocked(unit[:1], 1).tolist() == [True]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_tokens_that_are_not_finite(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a table and without: padding of any value, a bad token, a row of its own budget."""
-    x, mask = torch.stack([tokens("random", seed) for seed in range(3)]), torch.ones(3, COUNT, dtype=torch.bool)
+    """The blocked selection equals the table, with padding, a non-finite token and budgets per row."""
+    x, mask = torch.stack([make_tokens("random", seed) for seed in range(3)]), torch.ones(3, COUNT, dtype=torch.bool)
     mask[1, 40:], mask[2, :3] = False, False
     x[1, 41] = x[2, 9] = x[2, 50, 2] = bad
-    for most in (1, 2, 40):
-        budget = torch.tensor([most, most, most // 2])
-        want = farthest.reference(x, mask, budget, most)
+    for max_picks in (1, 2, 40):
+        budget = torch.tensor([max_picks, max_picks, max_picks // 2])
+        want = farthest.reference(x, mask, budget, max_picks)
         with monkeypatch.context() as patch:
             patch.setattr(farthest_module, "fits_table", lambda features: False)
-            assert torch.equal(farthest.reference(x, mask, budget, most), want)
+            assert torch.equal(farthest.reference(x, mask, budget, max_picks), want)
 
 
 @pytest.mark.parametrize("width", [20, 257, 1024])
 def test_distance_is_independent_of_position(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is not in products of any shapes: so copies would win or lose by their place."""
-    monkeypatch.undo()  # the real shape
+    """A plain matrix product depends on its shape, so the index of a copy would decide ties."""
+    monkeypatch.undo()  # restore the default block sizes
     unit = normalize(torch.randn(700, width, generator=torch.Generator().manual_seed(width)), dim=-1)
-    whole = cosine_distances(unit, unit)
-    assert torch.equal(whole, whole.T)
+    distance = cosine_distances(unit, unit)
+    assert torch.equal(distance, distance.T)
     for rows, columns in ((1, 1), (3, 650), (520, 2), (600, 130)):
         a = torch.randperm(700, generator=torch.Generator().manual_seed(rows))[:rows]
         b = torch.randperm(700, generator=torch.Generator().manual_seed(columns))[:columns]
-        assert torch.equal(cosine_distances(unit[a], unit[b]), whole[a][:, b])
+        assert torch.equal(cosine_distances(unit[a], unit[b]), distance[a][:, b])
 
 
 def test_find_most_isolated() -> None:
     for kind in KINDS:
-        unit = normalize(tokens(kind, 7), dim=-1)
-        near = cosine_distances(unit, unit).clone().fill_diagonal_(torch.inf).amin(1).tolist()
-        assert find_most_isolated(unit) == near.index(max(near)), kind
+        unit = normalize(make_tokens(kind, 7), dim=-1)
+        nearest = cosine_distances(unit, unit).clone().fill_diagonal_(torch.inf).amin(1).tolist()
+        assert find_most_isolated(unit) == nearest.index(max(nearest)), kind
 
 
 def test_leaders() -> None:
     value = torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0, -torch.inf])
-    for number, places in {1: [1], 2: [1, 3], 4: [1, 2, 3, 4], 6: [0, 1, 2, 3, 4, 5]}.items():
-        assert Leaders.from_values(value, number).indices.tolist() == places
+    for num_leaders, expected in {1: [1], 2: [1, 3], 4: [1, 2, 3, 4], 6: [0, 1, 2, 3, 4, 5]}.items():
+        assert Leaders.from_values(value, num_leaders).indices.tolist() == expected
     assert Leaders.from_values(value, 4)[1:] == (2.0, 4) and Leaders.from_values(value, 1)[1:] == (3.0, 1)
 
 
 def test_fewer_comparisons_than_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Than all with all, and each pick with all; and nothing holds all distances at a time."""
+    """The blocks need less than half the comparisons of the loop and hold no full distance table."""
     sizes = []
 
-    def counted(a: Tensor, b: Tensor) -> Tensor:
+    def count_comparisons(a: Tensor, b: Tensor) -> Tensor:
         sizes.append(len(a) * len(b))
         return cosine_distances(a, b)
 
-    monkeypatch.setattr(blocks, "cosine_distances", counted)
+    monkeypatch.setattr(blocks, "cosine_distances", count_comparisons)
     g = torch.Generator().manual_seed(0)
     unit = normalize(torch.randn(40, 16, generator=g).repeat(50, 1) + 0.1 * torch.randn(2000, 16, generator=g), dim=-1)
     select_farthest_blocked(unit, 500)

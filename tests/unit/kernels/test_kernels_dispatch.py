@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation of an operation runs, and what is said where it cannot."""
+"""Dispatch of an operation between its kernel and its reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokenprune.kernels.dispatch import Operation
 
 
 def double(x: Tensor, odd: bool = False) -> Tensor:
-    """What the tests dispatch."""
+    """Return 2 * x."""
     return 2 * x
 
 
@@ -36,7 +36,7 @@ def op() -> Operation:
 
 def test_cpu_tensors_take_the_reference(op: Operation) -> None:
     assert op(torch.ones(2)).tolist() == [2, 2]
-    assert op.__doc__ == "What the tests dispatch." and op.name == "double"
+    assert op.__doc__ == "Return 2 * x." and op.name == "double"
 
 
 @pytest.mark.parametrize("value", ["", "Triton", "cuda"])
@@ -46,7 +46,7 @@ def test_unknown_backend_raises(op: Operation, monkeypatch: pytest.MonkeyPatch, 
         op(torch.ones(2))
 
 
-def test_triton_can_be_demanded(op: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_can_be_forced(op: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENPRUNE_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
@@ -73,38 +73,40 @@ def test_forced_kernel_that_cannot_run_raises(op: Operation, monkeypatch: pytest
 
 
 def test_kernel_and_reference_have_the_same_parameters(kernel_device: torch.device) -> None:
-    known = dispatch.list_operations()
-    assert {"attention_rows", "attention_column_means"} <= known.keys()
-    for name, op in known.items():
-        mine, theirs = (list(inspect.signature(f).parameters.values()) for f in (op.triton, op.reference))
-        assert [(p.name, p.kind, p.default) for p in mine[: len(theirs)]] == [
-            (p.name, p.kind, p.default) for p in theirs
+    operations = dispatch.list_operations()
+    assert {"attention_rows", "attention_column_means"} <= operations.keys()
+    for name, op in operations.items():
+        kernel_parameters, reference_parameters = (
+            list(inspect.signature(f).parameters.values()) for f in (op.triton, op.reference)
+        )
+        assert [(p.name, p.kind, p.default) for p in kernel_parameters[: len(reference_parameters)]] == [
+            (p.name, p.kind, p.default) for p in reference_parameters
         ], name
         assert op.__doc__, name
 
 
 def test_limits_accept_the_parameters_of_the_function() -> None:
-    """Each parameter by place and by name, as callers hand it over: on a GPU limits are asked in every call."""
+    """A GPU call passes its arguments on to the limits, positional or by keyword."""
     for op in dispatch.list_operations().values():
         if op._limits is None:
             continue
-        kinds = {name: one.kind for name, one in inspect.signature(op.reference).parameters.items()}
-        by_place = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        by_name = [name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_POSITIONAL]
-        for first in range(1, len(by_place) + 1):
-            inspect.signature(op._limits).bind(*by_place[:first], **dict.fromkeys(by_name[first:]))
+        kinds = {name: parameter.kind for name, parameter in inspect.signature(op.reference).parameters.items()}
+        positional = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        keywords = [name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_POSITIONAL]
+        for num_positional in range(1, len(positional) + 1):
+            inspect.signature(op._limits).bind(*positional[:num_positional], **dict.fromkeys(keywords[num_positional:]))
 
 
 def test_every_operation_has_a_case_in_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks" / "experiments" / "gpu")
     before = set(sys.modules)
     benchmark, compare = importlib.import_module("kernel_cases"), importlib.import_module("e_kernels").compare
-    for name in set(sys.modules) - before:  # `common` and the like are nobody else's names
+    for name in set(sys.modules) - before:  # remove modules with generic names such as `common`
         monkeypatch.delitem(sys.modules, name)
     for name, op in dispatch.list_operations().items():
-        tiny = list(benchmark.CASES[name](torch.device("cpu"), True))
-        assert tiny, name
-        for case in tiny:
+        cases = list(benchmark.CASES[name](torch.device("cpu"), True))
+        assert cases, name
+        for case in cases:
             assert compare(op.reference(*case.args, **case.kwargs), op(*case.args, **case.kwargs), 0) == (0, 0)
             assert case.bytes > 0
 
@@ -114,13 +116,13 @@ def test_triton_is_not_imported_before_a_kernel_runs() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_memory_that_no_kernel_wrote_is_seen(kernel_device: torch.device) -> None:
+def test_unwritten_memory_is_marked(kernel_device: torch.device) -> None:
     assert torch.empty(5, device=kernel_device).isnan().all()
     assert (torch.empty(5, dtype=torch.long, device=kernel_device) == torch.iinfo(torch.long).max).all()
 
 
 class OnGPU(Tensor):
-    """A tensor that says it is on a GPU."""
+    """A CPU tensor that reports a GPU as its device."""
 
     is_cuda, device = True, torch.device("cuda", 0)
 
@@ -147,7 +149,7 @@ def test_gpu_tensors_take_the_kernel(
                 op(x)
             return
         assert op(x) == "kernel"
-        assert op(x, odd=True).tolist() == [2, 2], "where the kernel cannot run, the reference does"
+        assert op(x, odd=True).tolist() == [2, 2], "the reference replaces a kernel that cannot run"
         monkeypatch.setattr(dispatch, "has_triton", lambda: False)
         assert op(x).tolist() == [2, 2]
     finally:
@@ -158,18 +160,18 @@ def test_gpu_tensors_take_the_kernel(
 def test_kernel_runs_on_the_device_of_its_tensors(
     monkeypatch: pytest.MonkeyPatch, current: int, entered: list[int]
 ) -> None:
-    inside, seen = [], []
+    active_devices, devices_at_launch = [], []
 
     @contextmanager
     def device(index: int) -> Iterator[None]:
-        inside.append(index)
+        active_devices.append(index)
         try:
             yield
         finally:
-            inside.pop()
+            active_devices.pop()
 
     def launch(x: Tensor) -> str:
-        seen.append(list(inside))
+        devices_at_launch.append(list(active_devices))
         return "launched"
 
     monkeypatch.delenv("TOKENPRUNE_KERNELS", raising=False)
@@ -181,16 +183,16 @@ def test_kernel_runs_on_the_device_of_its_tensors(
     monkeypatch.setitem(vars(op), "triton", dispatch.on_device_of_tensors(launch))
     x = torch.ones(2).as_subclass(OnSecondGPU)
     assert op(x) == op.triton(x=x) == "launched"
-    assert seen == [entered] * 2 and not inside
+    assert devices_at_launch == [entered] * 2 and not active_devices
 
 
 def test_every_kernel_is_guarded(op: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that is asked for by name is, too; tensors on the CPU ask nothing of CUDA."""
-    asked = []
-    monkeypatch.setattr(torch.cuda, "device", lambda index: asked.append(index) or nullcontext())
+    """A direct call of a kernel enters the device of its tensors; for CPU tensors CUDA is not called."""
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert op.triton(torch.ones(2)) == "kernel" and asked == []
-    assert op.triton(torch.ones(2).as_subclass(OnSecondGPU)) == "kernel" and asked == [1]
+    assert op.triton(torch.ones(2)) == "kernel" and entered == []
+    assert op.triton(torch.ones(2).as_subclass(OnSecondGPU)) == "kernel" and entered == [1]
 
 
 def test_tensors_on_two_gpus_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

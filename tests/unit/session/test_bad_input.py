@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input to sessions: errors of ours that say what to do, and a session that is as it was."""
+"""Bad input to sessions raises our errors with advice, and leaves the session unchanged."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ LLAVA = FAMILIES["llava"]
 
 @pytest.fixture
 def session(build) -> tokenprune.sessions.Session:
-    made = tokenprune.sessions.session(build(LLAVA), memory=100)
-    return made.say([1, 20]).see(**block(2))
+    empty = tokenprune.sessions.session(build(LLAVA), memory=100)
+    return empty.say([1, 20]).see(**make_block(2))
 
 
-def block(frames: int) -> dict:
+def make_block(frames: int) -> dict:
     images = images_of(LLAVA, frames)
     return {"input_ids": [token for image in images for token in image.ids], **collated(LLAVA, images)}
 
 
-def state(session: tokenprune.sessions.Session) -> tuple:
-    held = [(one.index.tolist(), one.frame.tolist()) for one in session.held]
+def get_state(session: tokenprune.sessions.Session) -> tuple:
+    entries = [(entry.index.tolist(), entry.frame.tolist()) for entry in session.held]
     layers = session._stream.memory.cache.layers
-    return session.stats, held, [(layer.keys.clone(), layer.values.clone()) for layer in layers]
+    return session.stats, entries, [(layer.keys.clone(), layer.values.clone()) for layer in layers]
 
 
-def unchanged(session: tokenprune.sessions.Session, before: tuple) -> bool:
-    now = state(session)
-    return now[:2] == before[:2] and all(
-        torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(now[2], before[2], strict=True)
+def is_unchanged(session: tokenprune.sessions.Session, before: tuple) -> bool:
+    after = get_state(session)
+    return after[:2] == before[:2] and all(
+        torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(after[2], before[2], strict=True)
     )
 
 
 @each(
-    "options, error, says",
+    "options, error, message",
     [
         ({"memory": 0}, BudgetError, "memory=0 must be a number of visual tokens"),
         ({"memory": 1.5}, BudgetError, "memory=1.5"),
@@ -76,78 +76,80 @@ def unchanged(session: tokenprune.sessions.Session, before: tuple) -> bool:
         ({"memory": 100, "policy": 3}, OptionError, "policy=3 must be a name"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(options: dict, error: type, says: str, build) -> None:
-    with pytest.raises(error, match=says):
+def test_invalid_settings_are_refused(options: dict, error: type, message: str, build) -> None:
+    with pytest.raises(error, match=message):
         tokenprune.sessions.session(build(LLAVA), **options)
 
 
 @pytest.mark.parametrize(
-    "bad, error, says",
+    "make_input, error, message",
     [
         (lambda: {}, SessionError, "There are no frames"),
         (lambda: {"frames": []}, SessionError, "There are no frames"),
         (lambda: {"input_ids": [20, 21]}, SessionError, "no image or video placeholder"),
-        (lambda: block(1) | {"input_ids": []}, SessionError, "not one row"),
-        (lambda: block(1) | {"input_ids": [[IMAGE], [IMAGE]]}, SessionError, "a batch of 1"),
-        (lambda: {"pixel_values": block(1)["pixel_values"]}, SessionError, "not one row"),
-        (lambda: block(1) | {"pixel_values": torch.full((1, 3, 24, 24), torch.nan)}, SessionError, "NaN"),
-        (lambda: block(3), BudgetError, "108 tokens, and memory=100 has room for 100"),
+        (lambda: make_block(1) | {"input_ids": []}, SessionError, "not one row"),
+        (lambda: make_block(1) | {"input_ids": [[IMAGE], [IMAGE]]}, SessionError, "a batch of 1"),
+        (lambda: {"pixel_values": make_block(1)["pixel_values"]}, SessionError, "not one row"),
+        (lambda: make_block(1) | {"pixel_values": torch.full((1, 3, 24, 24), torch.nan)}, SessionError, "NaN"),
+        (lambda: make_block(3), BudgetError, "108 tokens, and memory=100 has room for 100"),
         (
-            lambda: block(1) | {"input_ids": [IMAGE] * 35},
+            lambda: make_block(1) | {"input_ids": [IMAGE] * 35},
             SessionError,
             "The model does not accept this block: .*tokens: 35",
         ),
         (lambda: {"frames": object()}, SessionError, "Frames of type object are not supported"),
     ],
 )
-def test_what_cannot_be_seen_leaves_the_session_as_it_was(bad, error: type, says: str, session) -> None:
-    before = state(session)
-    with pytest.raises(error, match=says):
-        session.see(**bad())
-    assert unchanged(session, before)
-    session.see(**block(1))
+def test_invalid_frames_leave_the_session_unchanged(make_input, error: type, message: str, session) -> None:
+    before = get_state(session)
+    with pytest.raises(error, match=message):
+        session.see(**make_input())
+    assert is_unchanged(session, before)
+    session.see(**make_block(1))
     assert session.stats.frames_seen == 3
 
 
 def test_a_failure_in_the_second_block_takes_back_the_first(session, monkeypatch) -> None:
-    before, see, calls = state(session), session._stream.see, []
-    made = block(2)
-    made["input_ids"] = torch.tensor([made["input_ids"]])  # as a processor hands them over
+    before, see, calls = get_state(session), session._stream.see, []
+    two_frames = make_block(2)
+    two_frames["input_ids"] = torch.tensor([two_frames["input_ids"]])  # a batch of one row, as processors return
 
-    def fails(ids, inputs):
+    def fail_second(ids, inputs):
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError("no room")
         return see(ids, inputs)
 
-    monkeypatch.setattr(session._stream, "see", fails)
+    monkeypatch.setattr(session._stream, "see", fail_second)
     monkeypatch.setattr(type(session), "_writer", None)
-    monkeypatch.setattr("tokenprune.integrations.hf.sessions.api.iter_blocks", lambda *given: iter([made, made]))
+    monkeypatch.setattr(
+        "tokenprune.integrations.hf.sessions.api.iter_blocks", lambda *args: iter([two_frames, two_frames])
+    )
     monkeypatch.setattr("tokenprune.integrations.hf.sessions.api.as_frames", lambda frames: frames)
     with pytest.raises(MemoryError):
         session.see([1])
-    assert len(calls) == 2 and unchanged(session, before)
+    assert len(calls) == 2 and is_unchanged(session, before)
 
 
 def test_a_failure_between_two_layers_is_taken_back(session, build) -> None:
-    before = state(session)
+    before = get_state(session)
 
-    def fails(module, args):
+    def fail(module, args):
         raise RuntimeError("halfway")
 
-    with build(LLAVA).model.language_model.layers[2].register_forward_pre_hook(fails):
+    with build(LLAVA).model.language_model.layers[2].register_forward_pre_hook(fail):
         for call in (
-            lambda: session.see(**block(1)),
+            lambda: session.see(**make_block(1)),
             lambda: session.say([5]),
             lambda: session.ask([5], return_dict=True),
         ):
             with pytest.raises((RuntimeError, SessionError)):
                 call()
-            assert unchanged(session, before)
+            assert is_unchanged(session, before)
 
 
 @each(
-    "options, says",
+    "options, message",
     [
         ({"num_beams": 2}, "num_beams=2 is not supported by a session"),
         ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
@@ -159,11 +161,11 @@ def test_a_failure_between_two_layers_is_taken_back(session, build) -> None:
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
     ],
 )
-def test_ways_to_answer_that_do_not_go_with_a_session_are_refused(options: dict, says: str, session) -> None:
-    before = state(session)
-    with pytest.raises(OptionError, match=says):
+def test_unsupported_generate_options_are_refused(options: dict, message: str, session) -> None:
+    before = get_state(session)
+    with pytest.raises(OptionError, match=message):
         session.ask([30], return_dict=True, **options)
-    assert unchanged(session, before)
+    assert is_unchanged(session, before)
 
 
 def test_words_need_a_processor(session) -> None:
@@ -182,27 +184,27 @@ def test_a_question_before_anything_was_said_is_answered(build) -> None:
     answer = session.ask([1, 30, 31], max_new_tokens=3, return_dict=True)
     assert torch.equal(answer.ids, model.generate(torch.tensor([[1, 30, 31]]), max_new_tokens=3)[0, 3:])
     assert session.stats.tokens_seen == session.stats.kv_bytes == 0
-    session.see(**block(1))
+    session.see(**make_block(1))
 
 
 def test_a_second_thread_is_refused_and_the_first_goes_on(session, build) -> None:
-    inside, go_on, errors = threading.Event(), threading.Event(), []
+    entered, resume, errors = threading.Event(), threading.Event(), []
 
     def wait(module, args):
-        inside.set()
-        go_on.wait(20)
+        entered.set()
+        resume.wait(20)
 
     handle = build(LLAVA).model.language_model.layers[0].register_forward_pre_hook(wait)
-    first = threading.Thread(target=lambda: session.see(**block(1)))
+    first = threading.Thread(target=lambda: session.see(**make_block(1)))
     try:
         first.start()
-        assert inside.wait(20)
-        for call in (lambda: session.say([5]), lambda: session.see(**block(1)), session.reset):
+        assert entered.wait(20)
+        for call in (lambda: session.say([5]), lambda: session.see(**make_block(1)), session.reset):
             with pytest.raises(SessionError, match="Another call of this session"):
                 call()
             errors.append(1)
     finally:
-        go_on.set()
+        resume.set()
         first.join()
         handle.remove()
     assert len(errors) == 3 and session.stats.frames_seen == 3
@@ -212,13 +214,13 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(session, build) -> Non
 def test_a_model_that_is_patched_meanwhile_is_refused(session, build) -> None:
     model = build(LLAVA)
     with tokenprune.patched(model, "divprune", keep=0.5):
-        before = state(session)
+        before = get_state(session)
         with pytest.raises(
             UnsupportedSetupError, match="began on a model with no patch, and the patch is now tokenprune"
         ):
-            session.see(**block(1))
-        assert unchanged(session, before)
-    session.see(**block(1))
+            session.see(**make_block(1))
+        assert is_unchanged(session, before)
+    session.see(**make_block(1))
 
 
 def test_a_model_that_changed_since_is_refused(session, build) -> None:
@@ -240,61 +242,63 @@ def test_a_model_that_changed_since_is_refused(session, build) -> None:
 
 @each("target", [0.75, 0.7, 1.0])
 @pytest.mark.parametrize("name", tokenprune.sessions.available_policies())
-def test_the_least_memory_is_what_the_error_and_the_page_say(name: str, target: float, build) -> None:
-    """A block's tokens, and more than a policy pins after a compression."""
+def test_minimum_memory_matches_the_error_and_the_page(name: str, target: float, build) -> None:
+    """The memory must hold a block, and after a compression more entries than the policy pins."""
     policy = tokenprune.sessions.policy(name, **({"proxy": [20]} if name == "streammem" else {}))
-    block_tokens = len(block(1)["input_ids"])
+    block_tokens = len(make_block(1)["input_ids"])
 
     def fits(memory: int) -> bool:
         try:
-            tokenprune.sessions.session(build(LLAVA), memory=memory, policy=policy, target=target).see(**block(1))
+            tokenprune.sessions.session(build(LLAVA), memory=memory, policy=policy, target=target).see(**make_block(1))
         except BudgetError as error:
-            assert memory < block_tokens or f"Raise memory= to {least} visual tokens" in str(error)
+            assert memory < block_tokens or f"Raise memory= to {min_memory} visual tokens" in str(error)
             return False
         return True
 
-    least = next(memory for memory in range(1, 200) if max(1, int(memory * target)) > policy.pinned)
+    min_memory = next(memory for memory in range(1, 200) if max(1, int(memory * target)) > policy.pinned)
     if policy.pinned and target == 0.75:
         page = " ".join((Path(__file__).parents[3] / "docs/guides/chats.md").read_text().split())
-        assert f"with `{name}` at least {least} tokens, more than `sink / target`" in page
-    assert [fits(max(least, block_tokens) + more) for more in (-1, 0)] == [False, True]
+        assert f"with `{name}` at least {min_memory} tokens, more than `sink / target`" in page
+    assert [fits(max(min_memory, block_tokens) + more) for more in (-1, 0)] == [False, True]
 
 
 @each(
-    "name, options, error, says",
+    "name, options, error, message",
     [
-        ("smolvlm", {"memory": 100}, UnsupportedModelError, "smolvlm.*llava"),  # without a test of sessions
+        ("smolvlm", {"memory": 100}, UnsupportedModelError, "smolvlm.*llava"),  # sessions are not tested
         ("idefics3", {"memory": 100}, UnsupportedModelError, "idefics3.*llava"),
         ("qwen3_5", {"memory": 100}, UnsupportedModelError, "cannot drop entries from the"),  # layers with a state
         ("lfm2_vl", {"memory": 100}, UnsupportedModelError, "cannot drop entries from the"),
         ("gemma3", {"memory": 20, "policy": "uniform"}, BudgetError, "keeps 15 visual tokens, fewer than the 16"),
     ],
 )
-def test_models_without_sessions_are_refused_by_name(name: str, options: dict, error: type, says: str, build) -> None:
-    with pytest.raises(error, match=says):
+def test_models_without_sessions_are_refused_by_name(
+    name: str, options: dict, error: type, message: str, build
+) -> None:
+    with pytest.raises(error, match=message):
         tokenprune.sessions.session(build(FAMILIES[name]), **options)
 
 
 def test_a_position_past_the_horizon_is_refused(build) -> None:
     session = tokenprune.sessions.session(build(LLAVA), memory=100, horizon=90, reanchor=False)
-    session.say([1, 20]).see(**block(2))
-    before = state(session)
+    session.say([1, 20]).see(**make_block(2))
+    before = get_state(session)
     with pytest.raises(UnsupportedSetupError, match=r"position 109, the last position is 90.*reset\(\)"):
-        session.see(**block(1))
+        session.see(**make_block(1))
     with pytest.raises(UnsupportedSetupError, match="horizon"):
         session.ask([30], max_new_tokens=64, return_dict=True)
-    assert unchanged(session, before)
+    assert is_unchanged(session, before)
     assert session.ask([30], max_new_tokens=8, return_dict=True).ids.shape == (8,)
-    assert session.reset().see(**block(2)).stats.frames_seen == 2
+    assert session.reset().see(**make_block(2)).stats.frames_seen == 2
     by_config = tokenprune.sessions.session(build(LLAVA), memory=100, reanchor=False)
     for _ in range(7):
-        by_config.see(**block(2))
+        by_config.see(**make_block(2))
     with pytest.raises(UnsupportedSetupError, match="last position is 511"):
-        by_config.see(**block(2))
+        by_config.see(**make_block(2))
 
 
 @pytest.mark.parametrize(
-    "choice, says",
+    "choice, message",
     [
         (lambda view, keep: torch.arange(keep - 1), "returned torch.int64"),
         (lambda view, keep: torch.arange(keep).float(), "returned torch.float32"),
@@ -305,32 +309,32 @@ def test_a_position_past_the_horizon_is_refused(build) -> None:
         (lambda view, keep: torch.arange(keep).expand(3, -1), "returned torch.int64"),
     ],
 )
-def test_a_policy_that_chooses_otherwise_is_named(choice, says: str, build, monkeypatch) -> None:
+def test_a_policy_that_chooses_otherwise_is_named(choice, message: str, build, monkeypatch) -> None:
     monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
 
     @tokenprune.sessions.register_policy("crooked")
     @dataclass(frozen=True)
     class Crooked(tokenprune.sessions.Policy):
-        """Choose what a test says."""
+        """Return the indices of a test case."""
 
         def select(self, view, keep):
             return choice(view, keep)
 
-    session = tokenprune.sessions.session(build(LLAVA), memory=100, policy=Crooked()).see(**block(2))
-    before = state(session)
-    with pytest.raises(SessionError, match=f"crooked.*{says}"):
-        session.see(**block(2))
-    assert unchanged(session, before)
+    session = tokenprune.sessions.session(build(LLAVA), memory=100, policy=Crooked()).see(**make_block(2))
+    before = get_state(session)
+    with pytest.raises(SessionError, match=f"crooked.*{message}"):
+        session.see(**make_block(2))
+    assert is_unchanged(session, before)
 
 
 def test_frames_come_as_images_lists_arrays_and_tensors() -> None:
     video = np.random.default_rng(0).integers(0, 256, (2, 6, 8, 3), dtype=np.uint8)
-    one, two = as_frames(video)
-    assert one.size == (8, 6) and np.array_equal(np.asarray(two), video[1])
-    for same in ([one, two], torch.tensor(video).permute(0, 3, 1, 2), video / 255, [video[0], video[1]]):
-        assert [np.asarray(image).tolist() for image in as_frames(same)] == video.tolist()
-    assert len(as_frames(one)) == len(as_frames(video[0])) == 1
-    for frames, says in (
+    first, second = as_frames(video)
+    assert first.size == (8, 6) and np.array_equal(np.asarray(second), video[1])
+    for equal_frames in ([first, second], torch.tensor(video).permute(0, 3, 1, 2), video / 255, [video[0], video[1]]):
+        assert [np.asarray(image).tolist() for image in as_frames(equal_frames)] == video.tolist()
+    assert len(as_frames(first)) == len(as_frames(video[0])) == 1
+    for frames, message in (
         (np.zeros((4, 8, 8)), "is not a video"),
         (np.zeros((2, 0, 8, 3), np.uint8), "A frame of 8x0 pixels is empty"),
         (np.full((2, 8, 8, 3), np.nan), "NaN"),
@@ -339,5 +343,5 @@ def test_frames_come_as_images_lists_arrays_and_tensors() -> None:
         ("frame.png", "Frames of type str"),
         (None, "Frames of type NoneType"),
     ):
-        with pytest.raises(SessionError, match=says):
+        with pytest.raises(SessionError, match=message):
             as_frames(frames)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies of sessions: the registry, each policy against its rule, `check_policy`, and policies of other packages."""
+"""Policies of sessions: the registry, the rule of each policy, `check_policy`, and policies of other packages."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ SIZES = given(frames=st.integers(2, 12), cells=st.integers(1, 9), share=st.float
 def test_a_policy_keeps_exactly_that_many_ascending_and_has_no_state(name, frames, cells, share, seed) -> None:
     view = view_of(frames, cells, seed=seed)
     keep = max(1, int(view.count * share))
-    one = tokenprune.sessions.policy(name)
-    chosen = one.select(view, keep)
+    policy = tokenprune.sessions.policy(name)
+    chosen = policy.select(view, keep)
     assert chosen.dtype == torch.long and chosen.shape[-1] == keep
-    assert chosen.ndim == 1 or (not one.shared and chosen.shape == (2, keep))
+    assert chosen.ndim == 1 or (not policy.shared and chosen.shape == (2, keep))
     assert (chosen.diff() > 0).all() and chosen.min() >= 0 and chosen.max() < view.count
-    assert torch.equal(one.select(view_of(frames, cells, seed=seed), keep), chosen)
+    assert torch.equal(policy.select(view_of(frames, cells, seed=seed), keep), chosen)
 
 
 @given(count=st.integers(2, 80), share=st.floats(0.05, 0.95), sink=st.integers(0, 90))
 def test_window_is_sink_and_the_latest(count: int, share: float, sink: int) -> None:
     keep = max(1, int(count * share))
     early = min(sink, keep)
-    wanted = [*range(early), *range(count - (keep - early), count)]
-    assert tokenprune.sessions.policy("window", sink=sink).select(view_of(count, 1), keep).tolist() == wanted
+    expected = [*range(early), *range(count - (keep - early), count)]
+    assert tokenprune.sessions.policy("window", sink=sink).select(view_of(count, 1), keep).tolist() == expected
 
 
 @given(count=st.integers(2, 80), share=st.floats(0.05, 0.95))
 def test_uniform_is_spread_evenly(count: int, share: float) -> None:
     keep = max(1, int(count * share))
     chosen = tokenprune.sessions.policy("uniform").select(view_of(count, 1), keep).tolist()
-    wanted = [place * (count - 1) / max(1, keep - 1) for place in range(keep)]
-    assert all(abs(one - other) <= 0.5 for one, other in zip(chosen, wanted, strict=True))
+    expected = [index * (count - 1) / max(1, keep - 1) for index in range(keep)]
+    assert all(abs(actual - ideal) <= 0.5 for actual, ideal in zip(chosen, expected, strict=True))
 
 
 def test_random_depends_on_seed_and_step_alone() -> None:
@@ -71,23 +71,23 @@ def test_random_depends_on_seed_and_step_alone() -> None:
     assert draw() != draw(step=1) and draw() != draw(session_seed=1)
 
 
-def murmur(number: int) -> int:
-    number = ((number ^ number >> 16) * 0x85EBCA6B) % 2**32
-    number = ((number ^ number >> 13) * 0xC2B2AE35) % 2**32
-    return number ^ number >> 16
+def murmur(value: int) -> int:
+    value = ((value ^ value >> 16) * 0x85EBCA6B) % 2**32
+    value = ((value ^ value >> 13) * 0xC2B2AE35) % 2**32
+    return value ^ value >> 16
 
 
-def test_a_reservoir_holds_the_least_hashes_of_all_that_was_seen() -> None:
-    reservoir, held, seen = tokenprune.sessions.policy("uniform", reservoir=True), [], []
+def test_reservoir_keeps_the_smallest_hashes() -> None:
+    reservoir, kept, all_indices = tokenprune.sessions.policy("uniform", reservoir=True), [], []
     for first in range(0, 40, 4):
         view = view_of(4, 5, first=first)
         new = view.index[0].tolist()
-        seen, held = seen + new, held + new
-        now = torch.tensor([held])
-        keys = torch.zeros(1, len(held), 8)
-        chosen = reservoir.select(PolicyView(keys, keys, now, now, now, now[None], 0, 1, 0, 0), 15)
-        held = now[0, chosen].tolist()
-        assert held == sorted(sorted(seen, key=murmur)[:15])
+        all_indices, kept = all_indices + new, kept + new
+        index = torch.tensor([kept])
+        keys = torch.zeros(1, len(kept), 8)
+        chosen = reservoir.select(PolicyView(keys, keys, index, index, index, index[None], 0, 1, 0, 0), 15)
+        kept = index[0, chosen].tolist()
+        assert kept == sorted(sorted(all_indices, key=murmur)[:15])
 
 
 def test_a_name_that_is_almost_right_is_offered() -> None:
@@ -105,24 +105,24 @@ def test_a_third_party_registers_its_own(restored_registries) -> None:
     @tokenprune.sessions.register_policy("newest")
     @dataclass(frozen=True)
     class Newest(tokenprune.sessions.Policy):
-        """Keep the latest."""
+        """Keep the latest entries."""
 
     assert "newest" in tokenprune.sessions.available_policies()
     assert tokenprune.sessions.policy("newest") == Newest() and repr(Newest()) == "newest()"
 
 
 @pytest.mark.parametrize("problem", ["a lower-case identifier", "taken by", "frozen", "docstring", "derive from"])
-def test_what_cannot_be_registered_is_refused(problem: str, restored_registries) -> None:
+def test_invalid_policies_are_not_registered(problem: str, restored_registries) -> None:
     @dataclass(frozen=True)
     class Good(Policy):
-        """Keep nothing."""
+        """Keep no entries."""
 
     @dataclass(frozen=True)
     class Silent(Policy):
         pass
 
     class Unfrozen(Policy):
-        """No dataclass of its own."""
+        """Not a dataclass."""
 
     name, cls = {
         "a lower-case identifier": ("My Policy", Good),
@@ -144,7 +144,7 @@ def test_a_broken_package_leaves_its_policies_unknown(monkeypatch, caplog) -> No
 
 
 def test_hashes_are_spread() -> None:
-    """Of many tokens that were seen, each tenth of the stream has about a tenth of those held."""
+    """Each tenth of a long stream keeps about a tenth of the entries."""
     index = torch.arange(10_000)[None]
     keys = torch.zeros(1, 10_000, 1)
     held = tokenprune.sessions.policy("uniform", reservoir=True).select(
@@ -162,7 +162,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", tokenprune.sessions.available_policies())
-def test_ours_keep_the_rules(name: str) -> None:
+def test_shipped_policies_pass_the_check(name: str) -> None:
     check_policy(name)
     check_policy(type(tokenprune.sessions.policy(name)))
     for options in OPTIONS.get(name, []):
@@ -173,7 +173,7 @@ def test_ours_keep_the_rules(name: str) -> None:
 
 @dataclass(frozen=True)
 class Newest(tokenprune.sessions.Policy):
-    """Keep what came last."""
+    """Keep the latest entries."""
 
     name = "newest"
 
@@ -184,22 +184,22 @@ class Newest(tokenprune.sessions.Policy):
 calls = []
 
 
-def with_state(self, view, keep):
+def select_with_state(self, view, keep):
     calls.append(1)
     return torch.arange(keep) + (len(calls) % 2) * (view.count - keep)
 
 
-def in_place(self, view, keep):
+def modify_in_place(self, view, keep):
     view.keys.mul_(2)
     return torch.arange(keep)
 
 
-def one_head_too_many(self, view, keep):
+def select_three_heads(self, view, keep):
     return torch.arange(keep).expand(3, -1)
 
 
-def frames_of_all_heads(self, view, keep):
-    """Take the first head's frames for all: right until heads hold others, of which some are then missing."""
+def select_by_first_head(self, view, keep):
+    """Select by the first head's frames, which fails once heads hold different frames."""
     late = view.frame[0] >= view.frame[0, -keep]
     return late.nonzero()[:, 0]
 
@@ -209,21 +209,21 @@ BROKEN = {
     "returned torch.float32": lambda self, view, keep: torch.arange(float(keep)),
     "ascending": lambda self, view, keep: torch.arange(keep).flip(0),
     "unique indices of its view": lambda self, view, keep: torch.arange(keep) + view.count,
-    "called again": with_state,
+    "called again": select_with_state,
     "use only view.generator": lambda self, view, keep: torch.randperm(view.count)[:keep].sort().values,
-    "it modifies its input keys": in_place,
-    r"returned torch.int64 \(3, ": one_head_too_many,
-    r"returned torch.int64 \(5,\), and must return torch.int64 \(1,\)": frames_of_all_heads,
+    "it modifies its input keys": modify_in_place,
+    r"returned torch.int64 \(3, ": select_three_heads,
+    r"returned torch.int64 \(5,\), and must return torch.int64 \(1,\)": select_by_first_head,
     "raises TypeError": lambda self, view, keep: view.proxy_attention[0],
     "with 30 entries": lambda self, view, keep: view.values.isfinite().all(-1)[0].nonzero()[:keep, 0],
 }
 
 
-@pytest.mark.parametrize("says", BROKEN)
-def test_a_choice_that_breaks_a_rule_is_named(says: str, monkeypatch) -> None:
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_choice_that_breaks_a_rule_is_named(message: str, monkeypatch) -> None:
     check_policy(Newest)
-    monkeypatch.setattr(Newest, "select", BROKEN[says])
-    with pytest.raises(ConformanceError, match=f"^newest.*{says}"):
+    monkeypatch.setattr(Newest, "select", BROKEN[message])
+    with pytest.raises(ConformanceError, match=f"^newest.*{message}"):
         check_policy(Newest())
 
 
@@ -233,39 +233,39 @@ class NoDocstring(Newest):
 
 
 class Unfrozen(Newest):
-    """Keep what came last."""
+    """Keep the latest entries."""
 
 
 @dataclass(frozen=True)
 class Needy(Newest):
-    """Need what there is not."""
+    """Need an unknown observable."""
 
     needs = frozenset({"hidden"})
 
 
 @dataclass(frozen=True)
 class Nameless(Newest):
-    """Have no name."""
+    """Lack a name."""
 
     name = ""
 
 
 @dataclass(frozen=True)
 class Pinning(Newest):
-    """Pin less than nothing."""
+    """Pin a negative number."""
 
     pinned = -1
 
 
 @dataclass(frozen=True)
 class WithoutDefault(tokenprune.sessions.Policy):
-    """Have an option without a default."""
+    """Lack the default of an option."""
 
     size: int
 
 
 @each(
-    "policy, says",
+    "policy, message",
     [
         (NoDocstring, "docstring"),
         (Unfrozen, "frozen=True"),
@@ -276,31 +276,31 @@ class WithoutDefault(tokenprune.sessions.Policy):
         (3, "neither a registered name"),
     ],
 )
-def test_a_class_that_breaks_a_rule_is_named(policy, says: str) -> None:
-    with pytest.raises(ConformanceError, match=says):
+def test_a_class_that_breaks_a_rule_is_named(policy, message: str) -> None:
+    with pytest.raises(ConformanceError, match=message):
         check_policy(policy)
 
 
 def test_the_view_has_a_proxy_where_it_is_needed() -> None:
-    seen = []
+    has_shape = []
 
     @dataclass(frozen=True)
     class Reads(Newest):
-        """Look at the proxy."""
+        """Read the proxy."""
 
         needs = frozenset({"proxy_attention"})
 
         def select(self, view, keep):
-            seen.append(tuple(view.proxy_attention.shape) == (6, view.count))
+            has_shape.append(tuple(view.proxy_attention.shape) == (6, view.count))
             return super().select(view, keep)
 
     check_policy(Reads)
-    assert all(seen) and len(seen) > 20
+    assert all(has_shape) and len(has_shape) > 20
     assert dataclasses.is_dataclass(Reads)
 
 
-def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Have the registry find a written package by its entry point, as if pip had installed it; return its test."""
+def load_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Register a generated package by its entry point, as if installed, and return its test module."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())
     ((name, module),) = project["project"]["entry-points"][policies.ENTRY_POINT_GROUP].items()
     sys.path[:0] = [str(folder), str(folder / "tests")]
@@ -315,30 +315,30 @@ def test_a_package_passes_its_own_test_and_holds_a_session(
     tmp_path: Path, monkeypatch, restored_imports, build
 ) -> None:
     folder = scaffold.new_method("my_policy", "session", tmp_path / "made")
-    test = load(folder, monkeypatch)
+    test = load_package(folder, monkeypatch)
     (mark,) = test.test_policy_rules.pytestmark
     assert mark.args[1] == [{}, {"order": 1}]
     for options in mark.args[1]:
         test.test_policy_rules(options)
         assert tokenprune.sessions.policy("my_policy", **options).order == options.get("order", 2)
-    for path in (one for one in folder.rglob("*") if one.is_file() and one.suffix != ".pyc"):
+    for path in (file for file in folder.rglob("*") if file.is_file() and file.suffix != ".pyc"):
         assert "$" not in path.read_text(), path.name
-    made = played(recorded(FAMILIES["llava"], build(FAMILIES["llava"]), memory=110, policy="my_policy"))
-    assert made.session.stats.compressions > 3 and close(made.logits(), made.one_prefill())
+    recording = played(recorded(FAMILIES["llava"], build(FAMILIES["llava"]), memory=110, policy="my_policy"))
+    assert recording.session.stats.compressions > 3 and close(recording.logits(), recording.one_prefill())
 
 
 def test_a_rule_that_is_broken_fails_the_written_test(tmp_path: Path, monkeypatch, restored_imports) -> None:
     folder = scaffold.new_method("broken", "session", tmp_path / "made")
     file = folder / "tokenprune_broken.py"
     file.write_text(file.read_text().replace(".sort(1).values", ""))
-    test = load(folder, monkeypatch)
+    test = load_package(folder, monkeypatch)
     with pytest.raises(ConformanceError, match=r"broken.*ascending"):
         test.test_policy_rules({})
 
 
 @pytest.mark.parametrize("name", ["policy", "tensor", "clsvar", "window_2"])
 def test_a_class_does_not_shadow_what_it_uses(name: str, tmp_path: Path, monkeypatch, restored_imports) -> None:
-    load(scaffold.new_method(name, "SESSION", tmp_path / "made"), monkeypatch).test_policy_rules({})
+    load_package(scaffold.new_method(name, "SESSION", tmp_path / "made"), monkeypatch).test_policy_rules({})
 
 
 def test_the_name_of_a_policy_is_taken_and_that_of_a_method_not(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_the_name_of_a_policy_is_taken_and_that_of_a_method_not(tmp_path: Path) 
 
 def test_the_command_says_how_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["new-method", "my_policy", "--site", "session"])
-    assert done.exit_code == 0, done.output
-    assert 'policy="my_policy")' in done.stdout and "bench" not in done.stdout
+    result = CliRunner().invoke(app, ["new-method", "my_policy", "--site", "session"])
+    assert result.exit_code == 0, result.output
+    assert 'policy="my_policy")' in result.stdout and "bench" not in result.stdout
     assert (tmp_path / "tokenprune-my-policy/tests/test_my_policy.py").is_file()

@@ -21,34 +21,34 @@ from zoo import FAMILIES
 POLICIES = ["random", "infinipot_v"]
 
 
-def answered(session: tokenprune.sessions.Session) -> torch.Tensor:
+def ask(session: tokenprune.sessions.Session) -> torch.Tensor:
     return session.ask([30, 31], max_new_tokens=4, return_dict=True).logits
 
 
-def go_on(session: tokenprune.sessions.Session, name: str) -> torch.Tensor:
-    """See more, so that it compresses again, and answer."""
+def continue_session(session: tokenprune.sessions.Session, name: str) -> torch.Tensor:
+    """Add images until the memory is compressed again, and answer."""
     for image in images_of(FAMILIES[name], 4, seed=9):
         session.see(input_ids=image.ids, **FAMILIES[name].collate([[image]]))
-    return answered(session)
+    return ask(session)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
 def test_a_loaded_session_goes_on_bit_equal(name: str, policy: str, build, tmp_path: Path) -> None:
     model = build(FAMILIES[name])
-    made = played(recorded(FAMILIES[name], model, memory=110, policy=policy, seed=3)).session
-    made.save(tmp_path / "s.safetensors")
+    session = played(recorded(FAMILIES[name], model, memory=110, policy=policy, seed=3)).session
+    session.save(tmp_path / "s.safetensors")
     other = tokenprune.sessions.Session.load(tmp_path / "s.safetensors", model)
-    assert other.stats == made.stats and other.policy == made.policy
-    assert torch.equal(answered(other), answered(made))
-    assert torch.equal(go_on(other, name), go_on(made, name))
-    assert other.stats == made.stats and made.stats.compressions > 3
+    assert other.stats == session.stats and other.policy == session.policy
+    assert torch.equal(ask(other), ask(session))
+    assert torch.equal(continue_session(other, name), continue_session(session, name))
+    assert other.stats == session.stats and session.stats.compressions > 3
     assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
 
 
 def test_a_session_is_loaded_by_another_process(build, tmp_path: Path) -> None:
-    made = played(recorded(FAMILIES["llava"], build(FAMILIES["llava"]), memory=110)).session
-    made.save(tmp_path / "s.safetensors")
+    session = played(recorded(FAMILIES["llava"], build(FAMILIES["llava"]), memory=110)).session
+    session.save(tmp_path / "s.safetensors")
     support = Path(__file__).parents[1] / "support"
     code = (
         f"import sys; sys.path.insert(0, {str(support)!r})\n"
@@ -56,24 +56,24 @@ def test_a_session_is_loaded_by_another_process(build, tmp_path: Path) -> None:
         f"s = tokenprune.sessions.Session.load({str(tmp_path / 's.safetensors')!r}, FAMILIES['llava'].build())\n"
         "print(s.ask([30, 31], max_new_tokens=4, return_dict=True).ids.tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    found = made.ask([30, 31], max_new_tokens=4, return_dict=True).ids.tolist()
-    assert json.loads(done.stdout.splitlines()[-1]) == found
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = session.ask([30, 31], max_new_tokens=4, return_dict=True).ids.tolist()
+    assert json.loads(completed.stdout.splitlines()[-1]) == expected
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
 def test_forks_go_on_apart(name: str, build) -> None:
-    one = played(recorded(FAMILIES[name], build(FAMILIES[name]), memory=110)).session
-    two = one.fork()
-    layers = zip(one._stream.memory.cache.layers, two._stream.memory.cache.layers, strict=True)
+    session = played(recorded(FAMILIES[name], build(FAMILIES[name]), memory=110)).session
+    fork = session.fork()
+    layers = zip(session._stream.memory.cache.layers, fork._stream.memory.cache.layers, strict=True)
     assert all(a.keys.data_ptr() == b.keys.data_ptr() for a, b in layers)
-    before = answered(one)
-    after = go_on(two, name)
-    assert torch.equal(answered(one), before) and not torch.equal(after, before)
-    assert torch.equal(go_on(one, name), after)
-    three = one.fork()
-    one.reset()
-    assert torch.equal(answered(three), after) and one.stats.tokens_seen == 0
+    before = ask(session)
+    after = continue_session(fork, name)
+    assert torch.equal(ask(session), before) and not torch.equal(after, before)
+    assert torch.equal(continue_session(session, name), after)
+    second_fork = session.fork()
+    session.reset()
+    assert torch.equal(ask(second_fork), after) and session.stats.tokens_seen == 0
 
 
 def test_an_empty_session_is_saved_and_loaded(build, tmp_path: Path) -> None:
@@ -83,13 +83,13 @@ def test_an_empty_session_is_saved_and_loaded(build, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def saved(build, tmp_path: Path) -> Path:
+def saved_path(build, tmp_path: Path) -> Path:
     played(recorded(FAMILIES["llava"], build(FAMILIES["llava"]), memory=110)).session.save(tmp_path / "s")
     return tmp_path / "s"
 
 
-def changed(path: Path, change) -> Path:
-    """Write the file anew, with `change(facts, tensors)`."""
+def change_file(path: Path, change) -> Path:
+    """Rewrite the file after `change(facts, tensors)`."""
     with safe_open(path, "pt") as opened:
         facts = json.loads(opened.metadata()["tokenprune.session"])
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -99,7 +99,7 @@ def changed(path: Path, change) -> Path:
 
 
 @pytest.mark.parametrize(
-    "change, error, says",
+    "change, error, message",
     [
         (lambda f, t: f.update(schema=3), ConfigError, "has schema 3"),
         (lambda f, t: f.pop("settings"), ConfigError, "is not a session file"),
@@ -122,22 +122,22 @@ def changed(path: Path, change) -> Path:
         ),
     ],
 )
-def test_a_file_that_was_changed_is_refused(change, error: type, says: str, saved: Path, build) -> None:
-    with pytest.raises(error, match=says):
-        tokenprune.sessions.Session.load(changed(saved, change), build(FAMILIES["llava"]))
+def test_a_file_that_was_changed_is_refused(change, error: type, message: str, saved_path: Path, build) -> None:
+    with pytest.raises(error, match=message):
+        tokenprune.sessions.Session.load(change_file(saved_path, change), build(FAMILIES["llava"]))
 
 
-def test_other_files_and_other_models_are_refused(saved: Path, build, tmp_path: Path) -> None:
+def test_other_files_and_other_models_are_refused(saved_path: Path, build, tmp_path: Path) -> None:
     model = build(FAMILIES["llava"])
     (tmp_path / "text").write_text("no tensors")
     save_file({"x": torch.zeros(1)}, tmp_path / "other")
-    for name, says in (("text", "cannot read"), ("absent", "cannot read"), ("other", "is not a session file")):
-        with pytest.raises(ConfigError, match=says):
+    for name, message in (("text", "cannot read"), ("absent", "cannot read"), ("other", "is not a session file")):
+        with pytest.raises(ConfigError, match=message):
             tokenprune.sessions.Session.load(tmp_path / name, model)
     with pytest.raises(ConfigError, match="another model"):
-        tokenprune.sessions.Session.load(saved, build(FAMILIES["qwen2_5_vl"]))
+        tokenprune.sessions.Session.load(saved_path, build(FAMILIES["qwen2_5_vl"]))
     with pytest.raises(ConfigError, match="cannot write"):
         tokenprune.sessions.session(model, memory=110, policy="random").save(tmp_path / "no" / "folder")
-    said = "needs a model with no patch, not tokenprune: divprune"
-    with tokenprune.patched(model, "divprune", keep=0.5), pytest.raises(ConfigError, match=said):
-        tokenprune.sessions.Session.load(saved, model)
+    patch_message = "needs a model with no patch, not tokenprune: divprune"
+    with tokenprune.patched(model, "divprune", keep=0.5), pytest.raises(ConfigError, match=patch_message):
+        tokenprune.sessions.Session.load(saved_path, model)
