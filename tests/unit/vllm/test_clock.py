@@ -55,13 +55,13 @@ def select(timer: Clock, times: int, device: torch.device = CPU) -> None:
 def test_the_file_is_written_once_a_second(tmp_path: Path, timers: Timers, writes: list[bytes]) -> None:
     timer = Clock(str(tmp_path))
     select(timer, 50)
-    assert len(writes) == len(timers.started) == 1, "it is written for every image"
+    assert len(writes) == len(timers.started) == 1, "the file is written for each image"
     timers.now += 1
     ((wait, write),) = timers.started
     write()
     assert wait == 1.0 and len(writes) == 2
     (file,) = tmp_path.iterdir()
-    assert json.loads(file.read_bytes())["divprune"][1] == 50, "what came too soon is lost"
+    assert json.loads(file.read_bytes())["divprune"][1] == 50, "a delayed write is lost"
     timers.now += 1
     select(timer, 1)
     assert len(writes) == 3 and json.loads(file.read_bytes())["divprune"][1] == 51

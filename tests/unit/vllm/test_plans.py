@@ -107,7 +107,7 @@ def test_reduced_prompts() -> None:
     assert not build_plan(OFF, "s####/####e").reduces and not build_plan(served(DivPrune(), 1.0), "##").reduces
 
 
-def test_a_video_whose_frames_are_compared() -> None:
+def test_plans_of_videos() -> None:
     evs = parse_setting({"method": "evs", "keep": 0.5})
     for pieces, num_frames, num_behind, sizes in (
         ("a############", 3, 0, [4, 4, 4]), ("#############", 3, 1, [4, 4, 4]), ("s####t####u####e", 3, 0, [4, 4, 4]),
