@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table says which method may act where, and patch(), vLLM's front end and the command say the same."""
+"""The table of supported methods agrees with patch(), vLLM's front end and the `families` command."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tokenprune.selection.observable import Backend
 from tokenprune.settings import Setting
 
 
-def asked(name: str, family: str, backend: Backend = Backend.HF, cache: checks.Cache = checks.DYNAMIC) -> str:
+def explain_support(name: str, family: str, backend: Backend = Backend.HF, cache: checks.Cache = checks.DYNAMIC) -> str:
     return checks.find_unsupported_reason(tokenprune.method(name), family, backend, cache) or "yes"
 
 
 @pytest.mark.parametrize(
-    ("method", "family", "says"),
+    ("method", "family", "message"),
     [
         ("divprune", "llava", "yes"),
         ("dyrate", "qwen3_5", "dyrate acts while decoding, and 'qwen3_5' has layers with a state"),
@@ -51,12 +51,12 @@ def asked(name: str, family: str, backend: Backend = Backend.HF, cache: checks.C
         ("divprune", "never_seen", "yes"),
     ],
 )
-def test_unsupported_in_transformers(method: str, family: str, says: str) -> None:
-    assert says in asked(method, family)
+def test_unsupported_in_transformers(method: str, family: str, message: str) -> None:
+    assert message in explain_support(method, family)
 
 
 @pytest.mark.parametrize(
-    ("method", "family", "backend", "says"),
+    ("method", "family", "backend", "message"),
     [
         ("divprune", "LlavaForConditionalGeneration", Backend.VLLM, "yes"),
         ("divprune", "llava", Backend.VLLM, "yes"),
@@ -78,29 +78,33 @@ def test_unsupported_in_transformers(method: str, family: str, says: str) -> Non
         ("visionzip", "gemma3n", Backend.VLLM, "reads the vision tower"),
     ],
 )
-def test_unsupported_in_vllm(method: str, family: str, backend: Backend, says: str) -> None:
-    assert says in asked(method, family, backend)
+def test_unsupported_in_vllm(method: str, family: str, backend: Backend, message: str) -> None:
+    assert message in explain_support(method, family, backend)
 
 
 @pytest.mark.parametrize("family", ["aria", "gemma3n", "gemma4", "llama4", "lfm2_vl"])
 def test_towers_unknown_to_vllm(family: str) -> None:
     for method in ("visionzip", "fastervlm", "tome"):
-        assert "Use a method that acts after the tower, such as divprune" in asked(method, family, Backend.VLLM)
-    assert asked("divprune", family, Backend.VLLM) == "yes"
+        assert "Use a method that acts after the tower, such as divprune" in explain_support(
+            method, family, Backend.VLLM
+        )
+    assert explain_support("divprune", family, Backend.VLLM) == "yes"
 
 
 def test_static_cache_support() -> None:
     static = checks.STATIC
-    assert asked("divprune", "llava", cache=static) == "yes"
-    assert "dyrate drops tokens while decoding, and a static cache keeps" in asked("dyrate", "llava", cache=static)
-    assert "and attention in blocks" in asked("pevlm", "qwen2_vl", cache=static)
+    assert explain_support("divprune", "llava", cache=static) == "yes"
+    assert "dyrate drops tokens while decoding, and a static cache keeps" in explain_support(
+        "dyrate", "llava", cache=static
+    )
+    assert "and attention in blocks" in explain_support("pevlm", "qwen2_vl", cache=static)
     for family in ("gemma3n", "kimi_k25", "llama4", "lfm2_vl"):
-        assert f"in the decoder of {family!r}" in asked("divprune", family, cache=static)
+        assert f"in the decoder of {family!r}" in explain_support("divprune", family, cache=static)
 
 
 @pytest.mark.parametrize("method", ["feather", "ivc_prune", "pact"])
 def test_complex_rotary_positions_raise(method: str, build) -> None:
-    """Llama 4's decoder layers get one complex tensor, so the first call could only fail."""
+    """Llama 4's decoder layers get one complex tensor, so the method must be refused before the first call."""
     model = build(BUILT["llama4"])
     with pytest.raises(UnsupportedSetupError, match="rotary positions"):
         tokenprune.patch(model, method, keep=0.3)
@@ -109,7 +113,7 @@ def test_complex_rotary_positions_raise(method: str, build) -> None:
 
 @pytest.mark.parametrize("family", ["cohere_compass", "muse_glimmer"])
 def test_layers_without_rotary_positions_raise(family: str, build) -> None:
-    """Some layers of these decoders get no rotary positions; a cut after another layer works."""
+    """Some layers of these decoders get no rotary positions. Methods can cut after the other layers."""
     model, inputs = build(BUILT[family]), BUILT[family].make_inputs()
     adapter = get_adapter(model)
     rotated = [has_rotary_positions(adapter, layer) for layer in range(3)]
@@ -138,7 +142,7 @@ def test_models_match_their_rows(name: str, build) -> None:
 
 @dataclass(frozen=True)
 class TooEarly(tokenprune.Pruner):
-    """Wants what no layer has shown yet."""
+    """Needs an observable that no layer has provided before the decoder."""
 
     name: ClassVar[str] = "too_early"
     site: ClassVar[Site] = Site.PRE_LLM
@@ -170,13 +174,13 @@ def test_patch_and_table_agree(name: str, build) -> None:
     model = build(BUILT[name])
     for method in MODEL_METHODS:
         reason = checks.find_unsupported_reason(tokenprune.method(method), BUILT[name].kind)
-        said = None
+        raised = None
         try:
             with tokenprune.patched(model, method, keep=0.3):
                 pass
         except TokenPruneError as error:
-            said = str(error)
-        assert reason is None or said == reason, method
+            raised = str(error)
+        assert reason is None or raised == reason, method
 
 
 @pytest.mark.parametrize("method", ["fastv", "dycoke", "pixelprune", "tome", "divprune+fastv:layer=3"])
@@ -199,12 +203,15 @@ def test_command_fits_80_columns_for_each_family(method: str) -> None:
                 answers.append((cells[0], cells[1]))
             elif len(cells) == 2 and answers:
                 answers[-1] = f"{answers[-1][0]} {cells[0]}", f"{answers[-1][1]} {cells[1]}".strip()
-        said = {name: answer.strip() for answer, of in answers for name in of.split(", ")}
-        assert set(said) == {*names, *refused}
+        table_answers = {name: answer.strip() for answer, family_names in answers for name in family_names.split(", ")}
+        assert set(table_answers) == {*names, *refused}
         for name in names:
-            reasons = [checks.find_unsupported_reason(one, name, backend) for one in Setting.from_text(method).methods]
-            assert (said[name] == "yes") == (not any(reasons)), name
-        assert all(said[name].startswith("no, like all methods") for name in refused)
+            reasons = [
+                checks.find_unsupported_reason(stage_method, name, backend)
+                for stage_method in Setting.from_text(method).methods
+            ]
+            assert (table_answers[name] == "yes") == (not any(reasons)), name
+        assert all(table_answers[name].startswith("no, like all methods") for name in refused)
 
 
 class Unmerging(tokenprune.method_info("tome").cls):  # type: ignore[misc]
@@ -217,15 +224,15 @@ class Ranking(TooEarly):
 
 
 @pytest.mark.parametrize(
-    ("methods", "says"),
+    ("methods", "message"),
     [
         ([Unmerging(), tokenprune.method("fastv")], 'tome with vtu="expanded" cannot be combined with fastv'),
         ([tokenprune.method("dyrate"), tokenprune.method("dyrate", layer=3)], "dyrate: only one of the combined"),
         ([tokenprune.method("pevlm"), Ranking()], "too_early ranks tokens.* but with pevlm tokens"),
     ],
 )
-def test_unsupported_combinations(methods: list[tokenprune.Method], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
+def test_unsupported_combinations(methods: list[tokenprune.Method], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         checks.check_together(methods)
-    checks.check_together([tokenprune.method("tome"), *methods[1:]])  # each without the other
+    checks.check_together([tokenprune.method("tome"), *methods[1:]])  # supported without the other method
     checks.check_together(methods[:1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaching and undoing: whatever goes on comes off, in any order, and what was there before is there again."""
+"""Patches attach and detach in any order, and detaching restores the previous state."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune_bench.lmms_eval.measure import measure_calls
 
 
-class Says:
-    """Stands before a method, and adds its name to what that says."""
+class Appending:
+    """Wraps a method and appends a name to its result."""
 
     def __init__(self, original: Any, name: str) -> None:
         self.original, self.name = original, name
@@ -50,7 +50,7 @@ class Wrap(Attachable):
         self.module, self.name = module, name
 
     def _attach(self) -> None:
-        self.wrap(self.module, "greet", partial(Says, name=self.name))
+        self.wrap(self.module, "greet", partial(Appending, name=self.name))
 
 
 class Swap(Attachable):
@@ -62,24 +62,24 @@ class Swap(Attachable):
         self.swap_class(self.instance, self.cls)
 
 
-@each("own", [False, True])
+@each("has_instance_method", [False, True])
 @each("order", list(permutations("abc")))
-def test_wrappers_of_one_method_detach_in_any_order(order: tuple[str, ...], own: bool) -> None:
+def test_wrappers_of_one_method_detach_in_any_order(order: tuple[str, ...], has_instance_method: bool) -> None:
     module = Greeter()
-    if own:
+    if has_instance_method:
         module.greet = lambda: "+"
-    was, left = snapshot(module), "abc"
-    parts = {name: Wrap(module, name) for name in left}
+    before, names = snapshot(module), "abc"
+    parts = {name: Wrap(module, name) for name in names}
     for part in parts.values():
         part.attach()
-    assert module.greet() == "-+"[own] + "abc"
+    assert module.greet() == "-+"[has_instance_method] + "abc"
     for name in order:
         parts[name].detach()
-        left = left.replace(name, "")
-        assert module.greet() == "-+"[own] + left
-    assert snapshot(module) == was
+        names = names.replace(name, "")
+        assert module.greet() == "-+"[has_instance_method] + names
+    assert snapshot(module) == before
     parts["a"].detach()  # done already
-    assert snapshot(module) == was
+    assert snapshot(module) == before
 
 
 def test_copy_has_independent_wrappers() -> None:
@@ -100,24 +100,24 @@ def test_foreign_wrapper_between_two_is_kept(first: int) -> None:
     module = Greeter()
     parts = [Wrap(module, "a"), Wrap(module, "b")]
     parts[0].attach()
-    theirs = module.greet = Says(module.greet, "?")
+    foreign = module.greet = Appending(module.greet, "?")
     parts[1].attach()
     assert module.greet() == "-a?b"
     parts[first].detach()
-    assert module.greet() == ("-a?b" if first == 0 else "-a?")  # theirs holds on to the one below it
+    assert module.greet() == ("-a?b" if first == 0 else "-a?")  # the foreign wrapper still calls the wrapper below it
     parts[1 - first].detach()
-    assert module.greet is theirs if first == 0 else module.greet() == "-"
+    assert module.greet is foreign if first == 0 else module.greet() == "-"
 
 
 def test_removed_wrapper_is_not_restored() -> None:
     module = Greeter()
-    was = snapshot(module)
+    before = snapshot(module)
     module.greet = lambda: "+"
     part = Wrap(module, "a")
     part.attach()
     del module.greet
     part.detach()
-    assert snapshot(module) == was and module.greet() == "-"
+    assert snapshot(module) == before and module.greet() == "-"
 
 
 def test_class_is_restored() -> None:
@@ -131,27 +131,29 @@ def test_class_is_restored() -> None:
 
     class Other(Thing): ...
 
-    def detached(found: type, put: type, since: type | None) -> type:
-        thing = object.__new__(found)
-        part = Swap(thing, put)
+    def attach_and_detach(original: type, replacement: type, changed_to: type | None) -> type:
+        thing = object.__new__(original)
+        part = Swap(thing, replacement)
         part.attach()
-        assert type(thing) is put
-        if since is not None:
-            thing.__class__ = since
+        assert type(thing) is replacement
+        if changed_to is not None:
+            thing.__class__ = changed_to
         part.detach()
         after = type(thing)
-        part.detach()  # once more
+        part.detach()  # a second detach has no effect
         assert type(thing) is after
         return after
 
-    assert detached(Thing, Ours, None) is Thing
-    assert detached(Thing, Ours, Above) is Thing  # put over ours: not ours, which would stay for good
-    assert detached(Other, type("Other", (Other,), {}), Thing) is Thing  # ours was taken away: nothing to give back
-    assert detached(Mixed, type("Mixed", (Mixed,), {}), None) is Mixed
+    assert attach_and_detach(Thing, Ours, None) is Thing
+    # a subclass of our class was assigned later; our class must not remain
+    assert attach_and_detach(Thing, Ours, Above) is Thing
+    # our class was replaced, so the class stays as it was set
+    assert attach_and_detach(Other, type("Other", (Other,), {}), Thing) is Thing
+    assert attach_and_detach(Mixed, type("Mixed", (Mixed,), {}), None) is Mixed
 
 
-class Several(Attachable):
-    """The parts of a patch, without the record that a model has of it: it has one at a time."""
+class ModelParts(Attachable):
+    """The parts of a patch without the record on the model, which allows only one patch at a time."""
 
     def __init__(self, model: Any, method: str) -> None:
         super().__init__()
@@ -164,59 +166,59 @@ class Several(Attachable):
 
 
 @pytest.mark.parametrize("first", ["divprune", "tome"])
-@pytest.mark.parametrize("gone", ["divprune", "tome"])
+@pytest.mark.parametrize("detached", ["divprune", "tome"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "llava_next"])
 @torch.no_grad()
-def test_parts_of_one_model_detach_in_any_order(name: str, gone: str, first: str, build: Any) -> None:
+def test_parts_of_one_model_detach_in_any_order(name: str, detached: str, first: str, build: Any) -> None:
     model, inputs = FAMILIES[name].prepare(build)
-    plain, was = model(**inputs).logits, snapshot(model)
-    each, alone = {"divprune": Several(model, "divprune"), "tome": Several(model.model, "tome")}, {}
-    for method, parts in each.items():
+    unpatched, before = model(**inputs).logits, snapshot(model)
+    parts_by_method, expected = {"divprune": ModelParts(model, "divprune"), "tome": ModelParts(model.model, "tome")}, {}
+    for method, parts in parts_by_method.items():
         with parts:
-            alone[method] = model(**inputs).logits
-    stays = "tome" if gone == "divprune" else "divprune"
-    for method in sorted(each, key=lambda method: method != first):
-        each[method].attach()
+            expected[method] = model(**inputs).logits
+    attached = "tome" if detached == "divprune" else "divprune"
+    for method in sorted(parts_by_method, key=lambda method: method != first):
+        parts_by_method[method].attach()
     try:
-        each[gone].detach()
-        assert torch.equal(model(**inputs).logits, alone[stays])
+        parts_by_method[detached].detach()
+        assert torch.equal(model(**inputs).logits, expected[attached])
     finally:
-        each[stays].detach()
-    assert forget_rope_deltas(snapshot(model)) == forget_rope_deltas(was)
-    assert torch.equal(model(**inputs).logits, plain)
+        parts_by_method[attached].detach()
+    assert forget_rope_deltas(snapshot(model)) == forget_rope_deltas(before)
+    assert torch.equal(model(**inputs).logits, unpatched)
 
 
 @torch.no_grad()
 def test_measuring_restores_generate(build: Any) -> None:
     model, inputs = FAMILIES["llava"].prepare(build)
-    mine = model.generate = partial(model.generate, max_new_tokens=2)
+    custom_generate = model.generate = partial(model.generate, max_new_tokens=2)
     try:
-        was, want = snapshot(model), model.generate(**inputs)
+        before, expected = snapshot(model), model.generate(**inputs)
         with measure_calls(model) as tally:
-            assert torch.equal(model.generate(**inputs), want)
-        assert tally.calls == 1 and model.generate is mine
-        assert snapshot(model) == was
+            assert torch.equal(model.generate(**inputs), expected)
+        assert tally.calls == 1 and model.generate is custom_generate
+        assert snapshot(model) == before
     finally:
         del model.generate
 
 
 def test_processor_class_is_restored_below_other_wrappers() -> None:
     processor = Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer(), Qwen2VLVideoProcessor())
-    found = type(processor.image_processor)
+    original = type(processor.image_processor)
     tokenprune.patch_processor(processor, keep=0.5)
-    ours = type(processor.image_processor)
-    processor.image_processor.__class__ = type("Logged", (ours,), {})
+    patched = type(processor.image_processor)
+    processor.image_processor.__class__ = type("Logged", (patched,), {})
     tokenprune.unpatch_processor(processor)
-    assert type(processor.image_processor) is found
-    tokenprune.patch_processor(processor, keep=0.5)  # and can be patched anew
+    assert type(processor.image_processor) is original
+    tokenprune.patch_processor(processor, keep=0.5)  # can be patched again
     tokenprune.unpatch_processor(processor)
-    assert type(processor.image_processor) is found
+    assert type(processor.image_processor) is original
 
 
 def test_failing_pixel_patch_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     processor = llava()
     model = build_for(FAMILIES["llava"], processor)
-    was, classes = snapshot(model), (type(processor), type(processor.image_processor))
+    before, classes = snapshot(model), (type(processor), type(processor.image_processor))
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no more hooks")
@@ -226,4 +228,4 @@ def test_failing_pixel_patch_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> 
         tokenprune.patch(model, "downsample", keep=0.5, processor=processor)
     monkeypatch.undo()
     assert (type(processor), type(processor.image_processor)) == classes
-    assert snapshot(model) == was and find_patch(processor) is None
+    assert snapshot(model) == before and find_patch(processor) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs, numbers, names and images that a command refuses before it loads a model."""
+"""Commands refuse bad outputs, numbers, names and images before they load a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TUNE = ("tune", "--methods", "divprune", "--max-drop", "50%")
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded")
 
@@ -64,7 +64,8 @@ def test_unwritable_run_folder_is_rejected_first(tmp_path: Path, monkeypatch: py
 
 def test_image_output_needs_an_image_suffix() -> None:
     assert "called like no image: give it a name that ends in .png" in refused("show", IMAGE, "--out", "kept.xyz")
-    assert "called like no image" in refused("show", IMAGE, "--out", "kept.pcd")  # Pillow reads it alone
+    # Pillow can read this format but not write it
+    assert "called like no image" in refused("show", IMAGE, "--out", "kept.pcd")
 
 
 @each(
@@ -80,14 +81,14 @@ def test_too_large_integers_are_rejected(arguments: tuple[str, ...]) -> None:
 
     from tokenprune.cli import app
 
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(one) for one in arguments])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
     assert "too large. The maximum is 2147483647" in result.output or "1024" in result.output
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The hub, which raises what the test puts into the list of errors; nothing is cached."""
+    """Fake hub that raises the first error in the returned list. The cache is empty."""
     raised: list[Any] = []
 
     def answer(self: Any, name: str, timeout: float) -> None:
@@ -100,21 +101,21 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return raised
 
 
-def of_hub(kind: type[Exception]) -> Exception:
+def build_hub_error(kind: type[Exception]) -> Exception:
     error = kind.__new__(kind)
     Exception.__init__(error, "said by the hub")
     return error
 
 
 def test_missing_model_is_reported_first(hub: list[Any], tmp_path: Path) -> None:
-    for error, said in (
-        (of_hub(errors.RepositoryNotFoundError), "the model is missing on the hub or private"),
+    for error, message in (
+        (build_hub_error(errors.RepositoryNotFoundError), "the model is missing on the hub or private"),
         (ConnectionError("no route"), r"the hub cannot be reached \(no route\); download the model"),
         (TimeoutError(), r"the hub cannot be reached \(TimeoutError\)"),
         (errors.HFValidationError("bad"), "it is not a valid hub id"),
     ):
         hub[:] = [error]
-        with pytest.raises(TokenPruneError, match=f"model 'some/model' not found: .*{said}"):
+        with pytest.raises(TokenPruneError, match=f"model 'some/model' not found: .*{message}"):
             read_model_config("some/model")
     with pytest.raises(TokenPruneError, match=r"Did you mean demo_vlm\?"):
         check_source("demo_vl")
@@ -130,9 +131,10 @@ def test_missing_model_is_reported_first(hub: list[Any], tmp_path: Path) -> None
 
 
 def test_hub_errors_name_the_model(hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_source("some/model")  # it is there
-    for kind in (errors.GatedRepoError, errors.HfHubHTTPError):  # transformers says what to do, or asks again
-        hub[:] = [of_hub(kind)]
+    check_source("some/model")  # the model exists
+    # transformers reports the first error itself and retries the second
+    for kind in (errors.GatedRepoError, errors.HfHubHTTPError):
+        hub[:] = [build_hub_error(kind)]
         check_source("some/model")
     hub[:] = [AssertionError("it was asked")]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

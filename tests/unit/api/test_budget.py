@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens stay: the arithmetic of Budget, and what is really left in the sequence and in the cache."""
+"""Budget arithmetic, and the number of tokens that remain in the sequence and in the cache."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tokenprune.budgets.checks import TARGETS
 from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES, Family
 
-BOTH_WAYS = r"Pass 1\.0.*Budget\(tokens=1\)"
+AMBIGUOUS = r"Pass 1\.0.*Budget\(tokens=1\)"
 
 SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4)
 
 
 def test_kv_share_with_different_layers() -> None:
-    """Layers before a cut count by what they cache of a token: (3 + 1 r) / 4 = 0.8 of the bytes."""
+    """Layers before a cut are weighted by their cached bytes per token: (3 + 1 r) / 4 = 0.8 of the bytes."""
     shape = DecoderShape(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=(3, 1), head_dim=4)
     assert Budget.from_kv_share(0.8).resolve([100], layer=1, shape=shape, text_tokens=5) == [20]
     assert Budget(average_tokens=80).resolve([100], layer=1, shape=shape, text_tokens=5) == [60]
@@ -68,7 +68,7 @@ def test_flops_share(layer: int, share: float) -> None:
     def cost(tokens: int) -> float:
         return SHAPE.prefill_flops([120] * layer + [20 + tokens] * (4 - layer)) / SHAPE.prefill_flops([120] * 4)
 
-    # No whole number of tokens comes nearer.
+    # No other integer is closer to the share.
     assert abs(cost(kept) - share) <= min(abs(cost(kept - 1) - share), abs(cost(kept + 1) - share)) + 1e-9
 
 
@@ -125,7 +125,7 @@ def test_invalid_budget_is_rejected(fields: dict) -> None:
         Budget.from_json({name: value for name, value in fields.items() if name != "per"}, fields.get("per", "image"))
 
 
-WRITTEN = [
+JSON_VALUES = [
     (0.25, Budget(keep=0.25), "keep", 0.25),
     (64, Budget(keep=64), "tokens", 64),
     (1.0, Budget(keep=1.0), "keep", 1.0),
@@ -147,7 +147,7 @@ WRITTEN = [
 ]  # fmt: skip
 
 
-@each(("value", "budget", "target", "amount"), WRITTEN)
+@each(("value", "budget", "target", "amount"), JSON_VALUES)
 def test_json_repr_and_copies_are_equal_to_the_budget(value: Any, budget: Budget, target: str, amount: Any) -> None:
     assert (budget.target, budget.amount) == (target, amount)
     assert budget.to_json() == value and Budget.from_json(value, budget.per) == budget
@@ -158,7 +158,7 @@ def test_json_repr_and_copies_are_equal_to_the_budget(value: Any, budget: Budget
 
 def test_budget_has_eight_arguments() -> None:
     assert len(inspect.signature(Budget).parameters) == 8
-    # Error messages quote the repr.
+    # error messages quote the repr
     assert repr(Budget(average_tokens=192, per="prompt")) == "Budget(average_tokens=192, per='prompt')"
     budget = Budget(tokens=64, per="prompt")
     assert budget.keep == budget.tokens == 64
@@ -169,8 +169,8 @@ def test_budget_has_eight_arguments() -> None:
 
 
 def test_share_and_count_budgets_differ() -> None:
-    of_one = [Budget(tokens=1), Budget(keep=1.0), *(Budget.from_json({name: 1.0}) for name in TARGETS[2:-1])]
-    assert len({*of_one}) == len(of_one) == 7
+    budgets = [Budget(tokens=1), Budget(keep=1.0), *(Budget.from_json({name: 1.0}) for name in TARGETS[2:-1])]
+    assert len({*budgets}) == len(budgets) == 7
     assert Budget(keep=4) == Budget(tokens=4) != Budget(average_tokens=4)
 
 
@@ -180,14 +180,14 @@ def test_numpy_numbers_are_accepted(build) -> None:
     assert Budget.from_keep(numpy.float32(0.5)).resolve([10], **counts) == [5]
     assert Budget.from_keep(numpy.int64(3)).resolve([10], **counts) == [3]
     assert Budget.from_keep(numpy.float64(1.0)).is_identity() and not Budget(tokens=numpy.int64(1)).is_identity()
-    with pytest.raises(BudgetError, match=BOTH_WAYS):
+    with pytest.raises(BudgetError, match=AMBIGUOUS):
         Budget.from_keep(numpy.int64(1))
 
 
 # -- in a model --------------------------------------------------------------------------------------------------------
 
 
-def run(model: Any, method: Any, keep: Any, inputs: Any, generate: bool = False) -> tuple[Any, Any]:
+def run_patched(model: Any, method: Any, keep: Any, inputs: Any, generate: bool = False) -> tuple[Any, Any]:
     with torch.no_grad(), tokenprune.patched(model, method, keep=keep, record=True):
         out = model.generate(**inputs, max_new_tokens=1) if generate else model(**inputs)
         return out, tokenprune.stats(model)
@@ -208,17 +208,17 @@ BUDGETS = {
 def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
     keep, per, expected = BUDGETS[budget]
     inputs = family.make_inputs(images=(2, 1))
-    out, stats = run(model, at_the_decoder(method), keep, inputs)
+    out, stats = run_patched(model, at_the_decoder(method), keep, inputs)
     (cut,) = stats.cuts
-    places = pieces(family, inputs, per)
-    for row, row_pieces in enumerate(places):
-        kept, visual = set(cut.kept[row]), {place for piece in row_pieces for place in piece}
+    segments = pieces(family, inputs, per)
+    for row, row_pieces in enumerate(segments):
+        kept, visual = set(cut.kept[row]), {token_index for piece in row_pieces for token_index in piece}
         assert [len(kept & set(piece)) for piece in row_pieces] == [expected(len(piece)) for piece in row_pieces]
         text = set(inputs["attention_mask"][row].nonzero().flatten().tolist()) - visual
         assert kept - visual == text
         assert cut.kept[row] == sorted(kept)
     info = tokenprune.method_info(method)
-    before, after = sum(map(sum, inputs.counts)), sum(expected(len(piece)) for row in places for piece in row)
+    before, after = sum(map(sum, inputs.counts)), sum(expected(len(piece)) for row in segments for piece in row)
     ((stage, _),) = tokenprune.method(method).stages(Budget.from_keep(keep), 4)
     layer = stage.cut_layer
     assert (cut.site, cut.layer, cut.method) == (info.site.name, layer, method)
@@ -226,16 +226,16 @@ def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
     assert stats.visual_tokens_average == pytest.approx((before * layer + after * (4 - layer)) / 4)
     assert stats.keep_ratio == after / before
     assert (stats.visual_tokens_in, stats.visual_tokens_out) == (before, after)
-    # FLOPs by hand: all rows run the padded width before the cut, and what the longest row keeps behind it.
+    # FLOPs by hand: before the cut all rows have the padded width, after it the width of the longest row.
     shape, length = DecoderShape.from_config(model.config.get_text_config()), inputs["input_ids"].shape[1]
     width = max(len(kept) for kept in cut.kept)
-    want = shape.prefill_flops([length] * layer + [width] * (4 - layer)) / shape.prefill_flops([length] * 4)
-    assert stats.prefill_flops_ratio == pytest.approx(want)
-    # Cache: full below the cut, the widest row's tokens from it on; as far as a sliding window lets.
-    for index, held in enumerate(out.past_key_values.layers):
+    expected_ratio = shape.prefill_flops([length] * layer + [width] * (4 - layer)) / shape.prefill_flops([length] * 4)
+    assert stats.prefill_flops_ratio == pytest.approx(expected_ratio)
+    # Layers before the cut cache all tokens, later layers cache the widest row, up to the sliding window.
+    for index, cache_layer in enumerate(out.past_key_values.layers):
         tokens = length if index < layer else width
-        window = held.sliding_window - 1 if getattr(held, "is_sliding", False) else tokens
-        assert held.keys.shape[-2] == held.values.shape[-2] == min(tokens, window)
+        window = cache_layer.sliding_window - 1 if getattr(cache_layer, "is_sliding", False) else tokens
+        assert cache_layer.keys.shape[-2] == cache_layer.values.shape[-2] == min(tokens, window)
     assert stats.kv_bytes < stats.kv_bytes_full or budget == "prompt number"
     assert out.past_key_values.get_seq_length() == length
 
@@ -248,43 +248,43 @@ def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
     ids=["left", "right", "no padding"],
 )
 def test_batch_keeps_the_same_counts_as_single_rows(method: str, batch: dict, family: Family, model) -> None:
-    # Through generate: a plain forward without position_ids counts the padding of most families as positions, and keys
-    # (and with them DART's norms) turn with their position.
+    # A plain forward without position_ids counts padding as positions in most families, and keys (so DART's norms, too)
+    # rotate with the position. generate() sets position_ids.
     inputs = family.make_inputs(**batch)
-    together = run(model, method, 0.3, inputs, generate=True)[1].cuts[-1].kept
-    for row, real in enumerate(inputs["attention_mask"].bool()):
+    together = run_patched(model, method, 0.3, inputs, generate=True)[1].cuts[-1].kept
+    for row, is_real in enumerate(inputs["attention_mask"].bool()):
         if not inputs.counts[row]:
-            assert together[row] == real.nonzero().flatten().tolist()
+            assert together[row] == is_real.nonzero().flatten().tolist()
             continue
-        cuts = run(model, method, 0.3, family.make_inputs(**batch, only=row), generate=True)[1].cuts
-        # Where content decides, there may be no cut.
-        alone = cuts[-1].kept[0] if cuts else range(int(real.sum()))
-        start = int(real.long().argmax())
-        assert together[row] == [start + place for place in alone]
+        cuts = run_patched(model, method, 0.3, family.make_inputs(**batch, only=row), generate=True)[1].cuts
+        # A content-dependent method may keep all tokens.
+        single_row = cuts[-1].kept[0] if cuts else range(int(is_real.sum()))
+        start = int(is_real.long().argmax())
+        assert together[row] == [start + token_index for token_index in single_row]
 
 
 @pytest.mark.few_families
 @pytest.mark.parametrize("method", MODEL_METHODS)
 def test_cache_grows_by_one_token_per_step(method: str, family: Family, model) -> None:
     inputs = family.make_inputs(images=(1, 2))
-    out, stats = run(model, method, 0.3, inputs)
+    out, stats = run_patched(model, method, 0.3, inputs)
     prefill = [layer.keys.shape[-2] for layer in out.past_key_values.layers]
     with tokenprune.patched(model, method, keep=0.3):
-        grown = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True).past_key_values
+        cache = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True).past_key_values
         after = tokenprune.stats(model)
-    for held, before in zip(grown.layers, prefill, strict=True):
-        window = held.sliding_window - 1 if getattr(held, "is_sliding", False) else before + 3
-        assert held.keys.shape[-2] == min(before + 3, window)
-    assert grown.get_seq_length() == inputs["input_ids"].shape[1] + 3
-    # Statistics are those of the prefill; the steps add nothing to them, unless the method acts in them.
+    for cache_layer, before in zip(cache.layers, prefill, strict=True):
+        window = cache_layer.sliding_window - 1 if getattr(cache_layer, "is_sliding", False) else before + 3
+        assert cache_layer.keys.shape[-2] == min(before + 3, window)
+    assert cache.get_seq_length() == inputs["input_ids"].shape[1] + 3
+    # Statistics cover the prefill. Decoding steps do not change them unless the method acts there.
     assert after.visual_tokens_per_layer == stats.visual_tokens_per_layer
     assert after.prefill_flops_ratio == stats.prefill_flops_ratio
     if tokenprune.method_info(method).site is not tokenprune.Site.DECODE:
         assert after.kv_bytes == stats.kv_bytes
 
 
-def early(method: str) -> tokenprune.Method:
-    """The method, not so deep in the decoder that the zoo's four layers leave it nothing to save."""
+def build_early_method(method: str) -> tokenprune.Method:
+    """Return the method with an early cut, so that the four layers of a tiny model can save tokens."""
     return tokenprune.method(method, **({"layer": 2} if tokenprune.method(method).cut_layer > 2 else {}))
 
 
@@ -298,36 +298,38 @@ def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float,
     if tokenprune.method_info(method).cls.chooses_count:
         try:
             tokenprune.method(method).stages(budget, 4)
-        except BudgetError as error:  # it promises no average, and says so
+        except BudgetError as error:  # the method does not support average targets
             assert method in str(error)
             return
-    stats = run(model, early(method), budget, FAMILIES["llava"].make_inputs())[1]
-    got = stats.visual_tokens_average / stats.visual_tokens_in
+    stats = run_patched(model, build_early_method(method), budget, FAMILIES["llava"].make_inputs())[1]
+    actual = stats.visual_tokens_average / stats.visual_tokens_in
     if tokenprune.method_info(method).cls.min_tokens:
-        assert got == pytest.approx(average, abs=1 / 36)
-    else:  # by whole layers, of four
-        assert average - 1 / 4 < got <= average
+        assert actual == pytest.approx(average, abs=1 / 36)
+    else:  # to the nearest of four layers
+        assert average - 1 / 4 < actual <= average
 
 
 @pytest.mark.parametrize("method", SINGLE_CUT)
 @each("batch", [dict(only=0), dict(padding=None), dict(rows=3, padding=None)])
 def test_flops_target_is_met_in_a_model(method: str, batch: dict, build) -> None:
     family = FAMILIES["llava"]
-    stats = run(build(family), early(method), Budget.from_flops_share(0.75), family.make_inputs(**batch))[1]
+    stats = run_patched(
+        build(family), build_early_method(method), Budget.from_flops_share(0.75), family.make_inputs(**batch)
+    )[1]
     assert stats.prefill_flops_ratio == pytest.approx(0.75, abs=0.02)
 
 
 @pytest.mark.parametrize("name", ["llava", "llava_next"])
 def test_each_image_of_a_prompt_has_its_own_budget(name: str, build) -> None:
-    """No text between them: only the encoder's output tells where one ends."""
+    """The images are adjacent, so only the encoder's output separates them."""
     family = FAMILIES[name]
     inputs = family.make_inputs(images=(3,))
     ids, visual = inputs["input_ids"][0], inputs["input_ids"][0] == 3
     order = torch.cat([(~visual).nonzero()[:4], visual.nonzero(), (~visual).nonzero()[4:]]).flatten()
     inputs["input_ids"] = ids[order][None]
     keep = 12 / 36
-    (cut,) = run(build(family), "fastv", keep, inputs)[1].cuts
-    counts = [sum(place in cut.kept[0] for place in piece) for piece in pieces(family, inputs)[0]]
+    (cut,) = run_patched(build(family), "fastv", keep, inputs)[1].cuts
+    counts = [sum(token_index in cut.kept[0] for token_index in piece) for piece in pieces(family, inputs)[0]]
     assert counts == [max(1, round(keep * n)) for n in inputs.counts[0]]
 
 

@@ -24,25 +24,25 @@ from tokenprune_bench.profiling.kept_tokens import count_kept_tokens
 from zoo import FAMILIES, IMAGE, VIDEO
 
 VIDEOS = [name for name, family in FAMILIES.items() if family.video is not None]
-# A photograph beside a video, a row without one, and a shorter row with both: 4 tokens a frame (see zoo).
+# An image beside a video, a row without a video, and a shorter row with both. A frame has 4 tokens (see zoo).
 BATCH = dict(images=(1, 2, 1), video=(5, False, 5), padding="left")
 
 
-def naive_spread(total: int, weights: list[float], most: list[int]) -> list[int]:
-    """Steps 5 and 6 of the paper's code, one token at a time; then what the docstring of `spread` adds."""
-    count, all_of = len(weights), sum(weights)
-    total = min(total, sum(most))
-    alloc = [total * weight / all_of for weight in weights]
-    kept = [math.floor(round(one, 9)) for one in alloc]
-    fractions = [round(one - floor, 9) for one, floor in zip(alloc, kept, strict=True)]
+def naive_spread(total: int, weights: list[float], limits: list[int]) -> list[int]:
+    """Apply steps 5 and 6 of the paper's code, one token at a time, and the additions in the docstring of `spread`."""
+    count, total_weight = len(weights), sum(weights)
+    total = min(total, sum(limits))
+    alloc = [total * weight / total_weight for weight in weights]
+    kept = [math.floor(round(share, 9)) for share in alloc]
+    fractions = [round(share - floor, 9) for share, floor in zip(alloc, kept, strict=True)]
     for _ in range(total - sum(kept)):
         best = max(range(count), key=lambda frame: (fractions[frame], -frame))
         kept[best] += 1
         fractions[best] = -1
-    kept = [min(number, limit) for number, limit in zip(kept, most, strict=True)]
+    kept = [min(num_kept, limit) for num_kept, limit in zip(kept, limits, strict=True)]
     while sum(kept) < total:
         for frame in sorted(range(count), key=lambda frame: (-weights[frame], frame)):
-            if sum(kept) < total and kept[frame] < most[frame]:
+            if sum(kept) < total and kept[frame] < limits[frame]:
                 kept[frame] += 1
     for frame in range(count):
         if kept[frame] == 0:
@@ -58,21 +58,22 @@ def test_spread_matches_reference_loop(seed: int) -> None:
     count = int(torch.randint(1, 9, (), generator=g))
     weights = torch.rand(count, generator=g).double().tolist()
     if seed % 3 == 0:
-        weights = [float(round(4 * one)) for one in weights[:-1]] + [1.0]  # ties and zeros
-    most = torch.randint(1, 12, (count,), generator=g).tolist()
-    for total in (1, count, sum(most) // 2, sum(most) - 1, sum(most), 2 * sum(most)):
+        weights = [float(round(4 * weight)) for weight in weights[:-1]] + [1.0]  # ties and zeros
+    limits = torch.randint(1, 12, (count,), generator=g).tolist()
+    for total in (1, count, sum(limits) // 2, sum(limits) - 1, sum(limits), 2 * sum(limits)):
         if total < 1:
             continue
-        kept = spread(total, weights, most)
-        assert kept == naive_spread(total, weights, most)
-        assert sum(kept) == min(sum(most), max(total, count)) and all(
-            1 <= k <= m for k, m in zip(kept, most, strict=True)
+        kept = spread(total, weights, limits)
+        assert kept == naive_spread(total, weights, limits)
+        assert sum(kept) == min(sum(limits), max(total, count)) and all(
+            1 <= k <= m for k, m in zip(kept, limits, strict=True)
         )
 
 
 def test_meaning_of_frame_weights() -> None:
     assert spread(8, [1.0] * 4, [4] * 4) == [2, 2, 2, 2] and spread(9, [1.0] * 4, [4] * 4) == [3, 2, 2, 2]
-    assert spread(8, [0, 1.0, 0, 0], [4] * 4) == [2, 4, 1, 1]  # it is full, and the others share the rest in rounds
+    # the second frame is full, and the other frames share the rest in turn
+    assert spread(8, [0, 1.0, 0, 0], [4] * 4) == [2, 4, 1, 1]
     assert spread(5, [0, 1.0, 0, 0], [9] * 4) == [1, 2, 1, 1]
     assert spread(2, [1.0] * 4, [4] * 4) == [1, 1, 1, 1]
     assert spread(10**6, [0.5, 0.25], [4, 4]) == [4, 4]
@@ -81,21 +82,21 @@ def test_meaning_of_frame_weights() -> None:
         assert all(kept[a] >= kept[b] for a in range(3) for b in range(3) if weights[a] > weights[b])
 
 
-def of_frames(inputs: Any, kept: list[list[int]]) -> list[list[int] | None]:
-    """Of each row with a video how many tokens of each frame are kept; a newline belongs to the last frame."""
-    found: list[list[int] | None] = []
-    for row, places in zip(inputs["input_ids"], kept, strict=True):
+def count_per_frame(inputs: Any, kept: list[list[int]]) -> list[list[int] | None]:
+    """Return the kept tokens of each frame, or None for rows without a video. A newline belongs to the last frame."""
+    rows: list[list[int] | None] = []
+    for row, indices in zip(inputs["input_ids"], kept, strict=True):
         video = (row == VIDEO).nonzero().flatten().tolist()
         frames = [video[start : start + 4] for start in range(0, 20, 4)]
         frames[-1] = video[16:]
-        found.append([len(set(places) & set(one)) for one in frames] if video else None)
-    return found
+        rows.append([len(set(indices) & set(frame)) for frame in frames] if video else None)
+    return rows
 
 
-def images_kept(inputs: Any, kept: list[list[int]]) -> list[float]:
-    """The share of each row's image tokens that is kept."""
-    of_rows = [(row == IMAGE).nonzero().flatten().tolist() for row in inputs["input_ids"]]
-    return [len(set(places) & set(one)) / len(one) for one, places in zip(of_rows, kept, strict=True)]
+def compute_image_shares(inputs: Any, kept: list[list[int]]) -> list[float]:
+    """Return the kept share of each row's image tokens."""
+    image_indices = [(row == IMAGE).nonzero().flatten().tolist() for row in inputs["input_ids"]]
+    return [len(set(indices) & set(image)) / len(image) for image, indices in zip(image_indices, kept, strict=True)]
 
 
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
@@ -105,16 +106,16 @@ def test_each_frame_keeps_its_count_or_its_weight(name: str, method: str, build:
     model, inputs = build(family), family.make_inputs(**BATCH)
     budget = Budget.by_frame([2, 0.25, 1.0, 0.5, 100])
     _, stats = run_pruned(model, inputs, method, budget)
-    want = [2, 1, 4, 2, last]
-    assert of_frames(inputs, stats.cuts[0].kept) == [want, None, want]
-    assert images_kept(inputs, stats.cuts[0].kept) == [1, 1, 1]
+    expected = [2, 1, 4, 2, last]
+    assert count_per_frame(inputs, stats.cuts[0].kept) == [expected, None, expected]
+    assert compute_image_shares(inputs, stats.cuts[0].kept) == [1, 1, 1]
     assert stats.notes == [f"Images keep all tokens, because {budget} is for videos."]
 
     weights, sizes = [0.5, 0.1, 0.2, 0.1, 0.1], [4, 4, 4, 4, last]
     _, stats = run_pruned(model, inputs, method, Budget.by_frame_weights(0.5, weights))
-    want = naive_spread(round(sum(sizes) / 2), weights, sizes)
-    assert of_frames(inputs, stats.cuts[0].kept) == [want, None, want]
-    assert all(0.4 < share < 0.6 for share in images_kept(inputs, stats.cuts[0].kept))
+    expected = naive_spread(round(sum(sizes) / 2), weights, sizes)
+    assert count_per_frame(inputs, stats.cuts[0].kept) == [expected, None, expected]
+    assert all(0.4 < share < 0.6 for share in compute_image_shares(inputs, stats.cuts[0].kept))
     assert stats.notes == []
 
 
@@ -128,25 +129,25 @@ def test_each_video_splits_its_own_budget(build: Any) -> None:
 
 @pytest.mark.parametrize("name", VIDEOS)
 def test_per_second_budget_is_met(name: str, build: Any) -> None:
-    """5 frames of the decoder last 5 * joined / fps seconds, or what the processor says: half a second each."""
+    """5 frames last 5 * joined / fps seconds, or half a second each if the processor reports durations."""
     model, inputs = FAMILIES[name].prepare(build, **BATCH)
     joined = 1 if name == "llava_onevision" else 2
 
-    def kept(tokens: float, **more: Any) -> int:
-        _, stats = run_pruned(model, inputs, "divprune", Budget.per_second(tokens, **more))
-        assert images_kept(inputs, stats.cuts[0].kept) == [1, 1, 1]
-        first, none, second = of_frames(inputs, stats.cuts[0].kept)
+    def count_kept(tokens: float, **options: Any) -> int:
+        _, stats = run_pruned(model, inputs, "divprune", Budget.per_second(tokens, **options))
+        assert compute_image_shares(inputs, stats.cuts[0].kept) == [1, 1, 1]
+        first, none, second = count_per_frame(inputs, stats.cuts[0].kept)
         assert none is None and sum(first) == sum(second)
         return sum(first)
 
-    assert kept(3, fps=2.0) == round(3 * 5 * joined / 2.0)
-    assert kept(0.1, fps=2.0) == 1
-    assert kept(3, fps=4.0, per="frame") == 5 * max(1, round(3 * joined / 4.0))
+    assert count_kept(3, fps=2.0) == round(3 * 5 * joined / 2.0)
+    assert count_kept(0.1, fps=2.0) == 1
+    assert count_kept(3, fps=4.0, per="frame") == 5 * max(1, round(3 * joined / 4.0))
     if name == "qwen2_5_vl":
-        assert kept(3) == round(3 * 5 * 0.5) and kept(2, fps=4.0) == 5
+        assert count_kept(3) == round(3 * 5 * 0.5) and count_kept(2, fps=4.0) == 5
     else:
         with pytest.raises(BudgetError, match=r"requires the duration .* Budget.per_second\(3, fps=2.0\)"):
-            kept(3)
+            count_kept(3)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
@@ -165,16 +166,16 @@ def test_unknown_duration_is_rejected(seconds: float, build: Any) -> None:
 def test_videos_of_one_prompt_have_their_own_duration(build: Any) -> None:
     model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, images=(1, 1), video=[[5, 3], [4]])
     inputs["second_per_grid_ts"] = torch.tensor([0.5, 1.0, 0.25])
-    want = [round(2 * 5 * 0.5) + round(2 * 3 * 1.0), round(2 * 4 * 0.25)]
+    expected = [round(2 * 5 * 0.5) + round(2 * 3 * 1.0), round(2 * 4 * 0.25)]
     for beams in (1, 2):
         with tokenprune.patched(model, "divprune", keep=Budget.per_second(2), record=True):
             model.generate(**inputs, max_new_tokens=2, num_beams=beams)
             cut = tokenprune.stats(model).cuts[0].kept
         rows = [row for row in inputs["input_ids"] for _ in range(beams)]
-        found = [
+        actual = [
             len(set((row == VIDEO).nonzero().flatten().tolist()) & set(k)) for row, k in zip(rows, cut, strict=True)
         ]
-        assert found == [number for number in want for _ in range(beams)]
+        assert actual == [num_kept for num_kept in expected for _ in range(beams)]
     with (
         tokenprune.patched(model, "divprune", keep=Budget.by_frame([2] * 5)),
         pytest.raises(BudgetError, match="Pass 3"),
@@ -208,15 +209,17 @@ def test_wrong_number_of_frames_is_rejected(build: Any) -> None:
 
 @each("budget", [Budget.per_second(2, fps=1.0), Budget.by_frame([4, 4]), Budget.by_frame_weights(0.5, [1])])
 @each(
-    ("name", "method", "said"),
+    ("name", "method", "message"),
     [("qwen2_vl", "pyramiddrop", "cuts more than once"), ("qwen2_vl", "vscan", "cuts more than once|by itself"),
      ("qwen2_vl", "dyrate", "cuts more than once"), ("qwen2_vl", "tome", "in the vision tower"),
      ("qwen2_vl", "downsample", "on pixels"), ("internvl", "divprune", "not known for 'internvl'"),
      ("llava", "fastv", "not known for 'llava'")],
 )  # fmt: skip
-def test_unsupported_frame_budgets_are_rejected(name: str, method: str, said: str, budget: Budget, build: Any) -> None:
+def test_unsupported_frame_budgets_are_rejected(
+    name: str, method: str, message: str, budget: Budget, build: Any
+) -> None:
     model = build(FAMILIES[name])
-    with pytest.raises(BudgetError, match=said):
+    with pytest.raises(BudgetError, match=message):
         tokenprune.patch(model, method, keep=budget)
     with pytest.raises(tokenprune.NotPatchedError):
         tokenprune.unpatch(model)
@@ -243,14 +246,14 @@ def test_session_rejects_frame_lists(build: Any) -> None:
 
 
 def test_session_meets_per_second_budget(build: Any) -> None:
-    """Clips of 4 frames, half a second each, keep 2 * 4 * 0.5 tokens, beside the two ids around each."""
+    """Clips of 4 frames, half a second each, keep 2 * 4 * 0.5 tokens, and two ids frame each clip."""
     family, g = FAMILIES["qwen2_5_vl"], torch.Generator().manual_seed(5)
     with tokenprune.patched(build(family), "divprune", keep=Budget.per_second(2)) as model:
-        made = recorded(family, model, memory=10**6)
-        made.session.say([1, 20])
+        recording = recorded(family, model, memory=10**6)
+        recording.session.say([1, 20])
         for _ in range(3):
-            made.see([family.video(g, 4)])
-        assert made.session.stats.visual == 3 * (4 + 2)
+            recording.see([family.video(g, 4)])
+        assert recording.session.stats.visual == 3 * (4 + 2)
 
 
 @torch.no_grad()
@@ -274,7 +277,7 @@ def test_joined_frames_are_counted_once(build: Any) -> None:
 
 
 @each(
-    ("given", "said"),
+    ("fields", "message"),
     [
         ({"per_second": 0}, "per_second=0 must be a positive number"),
         ({"per_second": math.inf}, "per_second=inf must be"),
@@ -297,15 +300,15 @@ def test_joined_frames_are_counted_once(build: Any) -> None:
         ({"frames": [4], "age": ((0, 1.0), (1, 0.5))}, "age= requires keep="),
     ],
 )
-def test_invalid_video_budgets_are_rejected(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(BudgetError, match=said):
-        Budget.from_json({name: value for name, value in given.items() if name != "per"}, given.get("per", "image"))
+def test_invalid_video_budgets_are_rejected(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BudgetError, match=message):
+        Budget.from_json({name: value for name, value in fields.items() if name != "per"}, fields.get("per", "image"))
 
 
 def test_video_budget_without_video_is_rejected() -> None:
     with pytest.raises(BudgetError, match="videos of this prompt are unknown"):
         Budget.per_second(3, fps=1.0).resolve([36], layer=0, shape=DecoderShape(2, 8, 8, 1, 1, 8), text_tokens=4)
-    assert count_kept_tokens([Budget.per_second(3)], 36) == [36]  # an image keeps all
+    assert count_kept_tokens([Budget.per_second(3)], 36) == [36]  # an image keeps all tokens
 
 
 PRE_LLM = [
@@ -320,8 +323,8 @@ PRE_LLM = [
 def test_each_frame_keeps_its_share(name: str, method: str, build: Any) -> None:
     model, inputs = FAMILIES[name].prepare(build, **BATCH)
     (cut,) = run_pruned(model, inputs, method, Budget(keep=0.5, per="frame"))[1].cuts
-    assert of_frames(inputs, cut.kept) == [[2] * 5, None, [2] * 5]
-    assert all(0 < share < 1 for share in images_kept(inputs, cut.kept))
+    assert count_per_frame(inputs, cut.kept) == [[2] * 5, None, [2] * 5]
+    assert all(0 < share < 1 for share in compute_image_shares(inputs, cut.kept))
 
 
 @pytest.mark.parametrize("name", VIDEOS)
@@ -330,13 +333,13 @@ def test_frame_selection_equals_image_selection(name: str, build: Any) -> None:
     family = FAMILIES[name]
     model = build(family)
 
-    def kept(per: str, frames: int) -> list[list[int]]:
+    def list_kept(per: str, frames: int) -> list[list[int]]:
         with tokenprune.patched(model, "uniform", keep=Budget(keep=0.3, per=per), record=True):
             model(**family.make_inputs(images=(1,), video=frames))
             return tokenprune.stats(model).cuts[0].kept
 
-    assert kept("frame", 5) != kept("image", 5)
-    assert kept("frame", 1) == kept("image", 1)
+    assert list_kept("frame", 5) != list_kept("image", 5)
+    assert list_kept("frame", 1) == list_kept("image", 1)
 
 
 @torch.no_grad()

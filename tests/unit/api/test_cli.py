@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: what it prints, writes and refuses."""
+"""The command line: output, files and errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tokenprune_bench import demo
 from tokenprune_demo.heldout import FOLDER
 
 IMAGE = FOLDER / "pictures/000.jpg"
-SMALL = ("--images", 1, "--repeats", 0, "--device", "cpu")  # of a benchmark
+SMALL = ("--images", 1, "--repeats", 0, "--device", "cpu")  # options of a small benchmark
 
 
 def call(*arguments: object, code: int = 0) -> Result:
-    # Wide enough for the tables, whatever the runner of the tests says of its own terminal.
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(one) for one in arguments])
+    # Wide enough for the tables, independent of the terminal that runs the tests.
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output
@@ -32,7 +32,7 @@ def call(*arguments: object, code: int = 0) -> Result:
 
 
 def refused(*arguments: object) -> str:
-    """The one line that an error of ours becomes."""
+    """Return the single line of an error."""
     result = call(*arguments, code=2)
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1, lines
@@ -58,16 +58,16 @@ def test_families_lists_sites_and_reasons() -> None:
 
 
 def test_bench_takes_options_and_stacks(tmp_path: Path) -> None:
-    named = "dart:pivot_text=0,pivot_image=8,divprune+fastv:layer=3"
-    result = call("bench", "--methods", named, "--keep", "0.5", *SMALL, "--run", tmp_path)
+    methods = "dart:pivot_text=0,pivot_image=8,divprune+fastv:layer=3"
+    result = call("bench", "--methods", methods, "--keep", "0.5", *SMALL, "--run", tmp_path)
     _, *records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    spent = {one["method"]: one["stats"]["visual_tokens_per_layer"] for one in records}
-    # Eight questions of 256 tokens in six layers: dart cuts at layer 2, the stack at the entry and at layer 3.
-    assert spent["dart:pivot_text=0,pivot_image=8"] == [8 * count for count in (256, 256, 128, 128, 128, 128)]
-    assert spent["divprune+fastv:layer=3"] == [8 * count for count in (128, 128, 128, 64, 64, 64)]
+    counts = {record["method"]: record["stats"]["visual_tokens_per_layer"] for record in records}
+    # Eight questions with 256 tokens in six layers. dart cuts at layer 2, the stack before the decoder and at layer 3.
+    assert counts["dart:pivot_text=0,pivot_image=8"] == [8 * count for count in (256, 256, 128, 128, 128, 128)]
+    assert counts["divprune+fastv:layer=3"] == [8 * count for count in (128, 128, 128, 64, 64, 64)]
     assert "dart:pivot_text=0,pivot_image=8" in result.stdout and records[-1]["site"] == "PRE_LLM+IN_LLM"
     drawn = json.loads((tmp_path / "samples/samples.json").read_text())["samples"][0]["methods"]
-    kept = {one["method"]: one["kept"] for one in drawn}
+    kept = {record["method"]: record["kept"] for record in drawn}
     assert (kept["dart:pivot_text=0,pivot_image=8"], kept["divprune+fastv:layer=3"]) == (128, 64)
 
 
@@ -77,16 +77,16 @@ def test_bench_report_and_their_files(tmp_path: Path) -> None:
     result = call("bench", "--methods", "uniform", "--keep", "0.25", *SMALL, "--details", *files)
     for text in ("unpatched", "random", "downsample", "uniform", "256 → 64", "≤rnd", "Accuracy by kind", "grounding"):
         assert text in result.stdout
-    assert "uniform 0.25" in result.stderr  # progress goes where a pipe does not
+    assert "uniform 0.25" in result.stderr  # progress goes to stderr, not into a pipe
     records = [json.loads(line) for line in raw.read_text().splitlines()]
-    assert [one["record"] for one in records] == ["header", *["result"] * 4]
+    assert [record["record"] for record in records] == ["header", *["result"] * 4]
     assert page.read_text().startswith("<!doctype html>")
     assert Image.open(plot).format == "PNG"
     assert str(tmp_path) not in raw.read_text() + page.read_text()
 
-    again = tmp_path / "again.html"
-    assert call("report", raw, "--details", "--html", again).stdout == result.stdout
-    assert again.read_text() == page.read_text()
+    second_page = tmp_path / "again.html"
+    assert call("report", raw, "--details", "--html", second_page).stdout == result.stdout
+    assert second_page.read_text() == page.read_text()
     assert "| uniform | 0.25 | 256 → 64 |" in call("report", raw, "--markdown").stdout
 
 
@@ -113,7 +113,7 @@ def test_demo_prints_one_screen_and_writes_a_page_and_an_image(tmp_path: Path, m
 
 
 def count_lines(output: str) -> int:
-    """Count lines of 80 letters."""
+    """Count terminal lines of 80 columns."""
     return sum(max(1, -(-len(line) // 80)) for line in output.splitlines())
 
 
@@ -169,9 +169,9 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+    def fail() -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(tokenprune, "available_methods", broken)
+    monkeypatch.setattr(tokenprune, "available_methods", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         call("methods")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOPs and bytes of decoders, by hand and by the matrices and caches of their layers."""
+"""FLOPs and bytes of decoders, compared with hand computations and with the matrices and caches of their layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_flops_and_bytes_by_hand() -> None:
     # Scores and weighted values: 2 x 2 x n x n over all heads' width of 8.
     assert SHAPE.layer_flops(10) == 10 * linear + 4 * 100 * 8
     assert SHAPE.prefill_flops([10, 5]) == SHAPE.layer_flops(10) + SHAPE.layer_flops(5)
-    # Keys and values, one head of width 4, two bytes a number.
+    # Keys and values: one head of width 4, two bytes per number.
     assert SHAPE.kv_bytes([10, 10, 3, 3], 2) == 2 * 4 * 2 * 26
     without_gate = dataclasses.replace(SHAPE, mlp_matrices=2)
     assert SHAPE.layer_flops(10) - without_gate.layer_flops(10) == 10 * 2 * 128
@@ -40,7 +40,7 @@ def test_shape_of_a_config(build) -> None:
     assert DecoderShape.from_config(config) == DecoderShape(4, 64, 96, 4, 2, 16)
 
 
-# Decoders whose layers differ: in heads, in MLPs, in which of them make keys.
+# Decoders with layers that differ in heads, MLPs or cached keys.
 WIDE = gemma4(
     "gemma4_wide", num_hidden_layers=8, layer_types=BOTH_KINDS * 4,
     hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=2, use_double_wide_mlp=True,
@@ -50,8 +50,8 @@ UNEVEN = {WIDE.name: WIDE} | {
     name: SPECIAL[name] for name in ("gemma4_per_layer", "gemma4", "gemma4_unified", "exaone4_5", "gemma3n")
 }
 
-# Text configs whose layers hold more, or others, than attention and one MLP, which the closed form passes over.
-UNLIKE = {
+# Text configs with layers that the formulas do not cover: more than attention and one MLP.
+UNSUPPORTED = {
     "experts": "aria_text deepseek_ocr2_text ernie4_5_vl_moe_text glm4v_moe_text llama4_text qwen3_vl_moe_text "
     "qwen3_omni_moe_text qwen3_5_moe_text gemma4_text_moe",
     "layers with a state": "qwen3_5_text qwen3_5_moe_text lfm2 nemotron_h",
@@ -60,22 +60,22 @@ UNLIKE = {
 }
 
 
-def _decoders() -> dict[str, Family]:
-    """One family for each kind of text config whose layers are attention and an MLP, and all whose layers differ."""
-    unlike, found = " ".join(UNLIKE.values()).split(), {}
+def select_decoders() -> dict[str, Family]:
+    """Return a family for each kind of text config with attention and an MLP, and all families with unequal layers."""
+    unsupported, selected = " ".join(UNSUPPORTED.values()).split(), {}
     for family in EVERY_FAMILY.values():
-        if family.kind not in CONFIG_MAPPING:  # a later version has it
+        if family.kind not in CONFIG_MAPPING:  # added in a later version of transformers
             continue
         text = CONFIG_MAPPING[family.kind](**copy.deepcopy(family.config)).get_text_config()
-        if text.model_type not in unlike and not family.name.endswith("_moe"):
-            found.setdefault(text.model_type, family)
-    return {family.name: family for family in found.values()} | UNEVEN
+        if text.model_type not in unsupported and not family.name.endswith("_moe"):
+            selected.setdefault(text.model_type, family)
+    return {family.name: family for family in selected.values()} | UNEVEN
 
 
-DECODERS = _decoders()
+DECODERS = select_decoders()
 
-# What holds the matrices of attention and the MLP in a decoder layer.
-OF_A_LAYER = ("self_attn.", "mlp.", "feed_forward.", "fc1", "fc2")
+# modules with the matrices of attention and the MLP in a decoder layer
+LAYER_PARTS = ("self_attn.", "mlp.", "feed_forward.", "fc1", "fc2")
 
 
 def linear_flops(family: Family, model: torch.nn.Module, inputs: dict) -> list[int]:
@@ -88,7 +88,7 @@ def linear_flops(family: Family, model: torch.nn.Module, inputs: dict) -> list[i
 
     for index, layer in enumerate(decoder.layers):
         for part, module in layer.named_modules():
-            if part.startswith(OF_A_LAYER) and isinstance(module, torch.nn.Linear):
+            if part.startswith(LAYER_PARTS) and isinstance(module, torch.nn.Linear):
                 handles.append(module.register_forward_hook(partial(count, index)))
     with removed_after(handles):
         model(**inputs)
@@ -124,7 +124,7 @@ def test_flops_are_those_of_the_layers_own_matrices(name: str, build) -> None:
         (dict(intermediate_size=128), 3, 128),
     ],
 )
-def test_what_a_config_tells_of_the_mlp(config: dict, matrices: int, width: int) -> None:
+def test_mlp_of_a_config(config: dict, matrices: int, width: int) -> None:
     sizes = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=4)
     shape = DecoderShape.from_config(SimpleNamespace(**sizes, **config))
     assert (shape.mlp_matrices, shape.intermediate) == (matrices, width)
@@ -132,21 +132,21 @@ def test_what_a_config_tells_of_the_mlp(config: dict, matrices: int, width: int)
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", UNEVEN)
-def test_bytes_where_layers_differ_are_those_of_the_cache(name: str, build) -> None:
+def test_bytes_of_unequal_layers_equal_the_cache(name: str, build) -> None:
     family = UNEVEN[name]
     model, inputs = build(family), family.make_inputs(only=0)
     length = inputs["input_ids"].shape[1]
     shape = DecoderShape.from_config(model.get_submodule(family.decoder).config)
     cache = model(**inputs, use_cache=True).past_key_values
     tensors = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
-    held = [0 if keys is None else keys.shape[-2] for keys, _ in tensors]
-    held += [length] * (shape.layers - len(held))  # what attends to the keys of others caches nothing of any length
-    want = sum(one.nbytes for pair in tensors for one in pair if one is not None)
-    assert shape.kv_bytes(held, 4) == want > 0
+    lengths = [0 if keys is None else keys.shape[-2] for keys, _ in tensors]
+    lengths += [length] * (shape.layers - len(lengths))  # layers that share the keys of other layers cache no keys
+    expected = sum(tensor.nbytes for pair in tensors for tensor in pair if tensor is not None)
+    assert shape.kv_bytes(lengths, 4) == expected > 0
 
 
 def test_shapes_of_layers_that_differ(build) -> None:
-    """Gemma 4's layers that see everything have wider heads, and fewer of them for keys; the last have no keys."""
+    """Gemma 4's global layers have wider heads and fewer key heads. The last layers reuse keys."""
     config = build(UNEVEN["gemma4_per_layer"]).config.text_config
     shape = DecoderShape.from_config(config)
     assert (shape.heads, shape.kv_heads, shape.head_dim) == (4, (2, 1, 2, 1), (16, 32, 16, 32))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three distributions: the core works alone, and says what to install for the rest."""
+"""Three distributions: the core works without the others and names the packages to install."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[3]
 FOLDERS = {"tokenprune-vlm": ROOT, "tokenprune-bench": ROOT / "benchmarks", "tokenprune-demo": ROOT / "demo"}
 MODULES = {"tokenprune-vlm": "tokenprune", "tokenprune-bench": "tokenprune_bench", "tokenprune-demo": "tokenprune_demo"}
 BENCH, DEMO = "pip install tokenprune-bench", "pip install tokenprune-demo"
-MOST = 1_500_000  # bytes of the core's wheel
+MAX_WHEEL_BYTES = 1_500_000  # maximum size of the core's wheel
 
-# An editable install may be found by its path or by a finder, and its commands by its metadata: all three are hidden.
+# Hides packages that are found by path, by the finder of an editable install, or by entry points.
 HIDE = """
 import importlib.metadata, sys
 hidden = set({hidden!r})
@@ -36,16 +36,16 @@ class Hidden:
         if name.partition(".")[0] in hidden:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name.partition(".")[0])
 sys.meta_path.insert(0, Hidden())
-found = importlib.metadata.entry_points
-def without(**wanted):
-    entries = found(**wanted)
-    if wanted.get("group") != "tokenprune.commands":
+original = importlib.metadata.entry_points
+def list_visible(**options):
+    entries = original(**options)
+    if options.get("group") != "tokenprune.commands":
         return entries
-    return [one for one in entries if one.value.partition(".")[0] not in hidden]
-importlib.metadata.entry_points = without
+    return [entry for entry in entries if entry.value.partition(".")[0] not in hidden]
+importlib.metadata.entry_points = list_visible
 """
 
-# Runs each code as if it were alone, but for what others imported: importing torch is what takes the time.
+# Runs each code separately in one process, because importing torch takes most of the time.
 EACH = """
 import contextlib, io, json, traceback
 outcomes = []
@@ -64,14 +64,14 @@ print(json.dumps(outcomes))
 """
 
 
-class Done(NamedTuple):
+class Completed(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
 
 
-def without(hidden: list[str], *codes: str) -> list[Done]:
-    """Run codes in a fresh process that has none of the hidden packages."""
+def run_without(hidden: list[str], *codes: str) -> list[Completed]:
+    """Run codes in a new process without the hidden packages."""
     path = os.pathsep.join(str(folder) for folder in FOLDERS.values())
     done = subprocess.run(
         [sys.executable, "-c", (HIDE + EACH).format(hidden=hidden), json.dumps(codes)],
@@ -80,18 +80,18 @@ def without(hidden: list[str], *codes: str) -> list[Done]:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return [Done(*one) for one in json.loads(done.stdout.splitlines()[-1])]
+    return [Completed(*outcome) for outcome in json.loads(done.stdout.splitlines()[-1])]
 
 
-def command(*arguments: str) -> str:
-    """Return code that runs the command."""
+def build_command(*arguments: str) -> str:
+    """Return code that runs a command."""
     return f"sys.argv = ['tokenprune', *{list(arguments)!r}]\nfrom tokenprune.cli import main\nmain()"
 
 
-ELSEWHERE = ["tokenprune_bench", "tokenprune_demo"]
+OTHER_PACKAGES = ["tokenprune_bench", "tokenprune_demo"]
 
 
-def test_the_three_have_one_version() -> None:
+def test_all_distributions_have_one_version() -> None:
     versions = {}
     for name, folder in FOLDERS.items():
         text = (folder / MODULES[name] / "__init__.py").read_text()
@@ -99,15 +99,17 @@ def test_the_three_have_one_version() -> None:
     (version,) = set(versions.values())
     for name in ("tokenprune-bench", "tokenprune-demo"):
         needed = tomllib.loads((FOLDERS[name] / "pyproject.toml").read_text())["project"]["dependencies"]
-        assert [one for one in needed if one.startswith("tokenprune")] == [f"tokenprune-vlm=={version}"]
+        assert [requirement for requirement in needed if requirement.startswith("tokenprune")] == [
+            f"tokenprune-vlm=={version}"
+        ]
 
 
-def test_the_core_imports_neither_of_the_others() -> None:
+def test_the_core_does_not_import_the_other_distributions() -> None:
     for path in (ROOT / "tokenprune").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
-            assert not {name.partition(".")[0] for name in names} & set(ELSEWHERE), path
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {name.partition(".")[0] for name in names} & set(OTHER_PACKAGES), path
 
 
 COMMANDS = "app bench demo fit leaderboard profile recommend report show tune".split()
@@ -116,8 +118,8 @@ NAMES = ("recommend", "demo_model()", "plot", "method_info('fitprune').cls.fit")
 
 def test_the_core_alone_lists_methods_and_says_what_to_install() -> None:
     names = [f"import tokenprune\ntokenprune.{name}" for name in NAMES]
-    methods, usage, *others = without(
-        ELSEWHERE, command("methods"), command("--help"), *map(command, COMMANDS), *names
+    methods, usage, *others = run_without(
+        OTHER_PACKAGES, build_command("methods"), build_command("--help"), *map(build_command, COMMANDS), *names
     )  # fmt: skip
     assert methods.returncode == 0 and "divprune" in methods.stdout and not methods.stderr
     assert usage.returncode == 0 and "methods" in usage.stdout.split() and "tune" not in usage.stdout.split()
@@ -137,11 +139,11 @@ def test_without_transformers_the_core_reduces_and_lists_methods() -> None:
     )
     patch = "import torch, tokenprune\ntokenprune.patch(torch.nn.Linear(2, 2))"
     rules = "from tokenprune.testing import check_method\ncheck_method('divprune')"
-    listed = command("methods", "--runs-on", "features")
-    done, refused, checked, methods, families = without(
-        ["transformers"], reduce, patch, rules, listed, command("families")
+    listed = build_command("methods", "--runs-on", "features")
+    reduced, refused, checked, methods, families = run_without(
+        ["transformers"], reduce, patch, rules, listed, build_command("families")
     )  # fmt: skip
-    assert done.stdout == "(144, 8)\n", done.stderr
+    assert reduced.stdout == "(144, 8)\n", reduced.stderr
     assert refused.stderr.splitlines()[-1].endswith(": tokenprune.patch: pip install 'tokenprune-vlm[hf]'")
     assert not checked.returncode and not methods.returncode and not families.returncode
     assert "divprune" in methods.stdout and "fastv" not in methods.stdout and "scope" not in methods.stdout
@@ -157,18 +159,18 @@ def test_the_benchmark_without_the_demo_imports_and_asks_for_questions_before_it
     )
     bench = ("bench", "--model", "nowhere")
     tune = ("tune", "--max-drop", "1%", "--out", str(tmp_path / "x.json"))
-    asked = [command(*bench), command(*bench, "--set", "views"), command(*tune)]
-    # `fit` says so before the model is loaded.
-    others = [command("demo"), command("profile"), command("fit", "fitprune", "--model", "absent")]
+    commands = [build_command(*bench), build_command(*bench, "--set", "views"), build_command(*tune)]
+    # `fit` reports it before it loads the model.
+    others = [build_command("demo"), build_command("profile"), build_command("fit", "fitprune", "--model", "absent")]
     others.append("import tokenprune\ntokenprune.demo_model()")
-    *refused, imported = without(["tokenprune_demo"], *asked, *others, imports)
-    for place, done in enumerate(refused):
-        assert done.stderr.endswith(f"{'--model): ' * (place < len(asked))}{DEMO}\n"), done
+    *refused, imported = run_without(["tokenprune_demo"], *commands, *others, imports)
+    for index, done in enumerate(refused):
+        assert done.stderr.endswith(f"{'--model): ' * (index < len(commands))}{DEMO}\n"), done
         assert done.returncode == (2 if done is not refused[-1] else 1)
     assert imported.stdout == "all of it\n", imported.stderr
 
 
-def test_a_command_that_cannot_be_imported_says_so_and_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_command_does_not_affect_other_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("broken", "nowhere_at_all:command", "tokenprune.commands")
     monkeypatch.setattr(common, "_entries", lambda: {"broken": entry})
     call = CliRunner().invoke
@@ -187,13 +189,13 @@ def test_a_source_distribution_builds_the_wheel(name: str, tmp_path: Path) -> No
     (sdist,) = SdistBuilder(str(FOLDERS[name])).build(directory=str(tmp_path))
     with tarfile.open(sdist) as packed:
         packed.extractall(tmp_path, filter="data")
-    (source,) = (one for one in tmp_path.iterdir() if one.is_dir())
+    (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
     listed = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
-    assert not [one for one in listed["only-include"] if not (source / one).exists()]
+    assert not [path for path in listed["only-include"] if not (source / path).exists()]
     (wheel,) = WheelBuilder(str(source)).build(directory=str(tmp_path / "wheels"), versions=["standard"])
     with zipfile.ZipFile(wheel) as packed:
-        names = {one for one in packed.namelist() if ".dist-info/" not in one}
+        names = {name_in_wheel for name_in_wheel in packed.namelist() if ".dist-info/" not in name_in_wheel}
     module = FOLDERS[name] / MODULES[name]
     files = (path for path in module.rglob("*") if path.is_file() and path.suffix != ".pyc")
     assert names == {path.relative_to(FOLDERS[name]).as_posix() for path in files}
-    assert name != "tokenprune-vlm" or Path(wheel).stat().st_size < MOST
+    assert name != "tokenprune-vlm" or Path(wheel).stat().st_size < MAX_WHEEL_BYTES

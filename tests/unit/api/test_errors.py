@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot work says so at once, and says what to do instead."""
+"""Errors are raised early and name an alternative."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ def test_close_matches(name: str, build) -> None:
 def test_no_close_match(method: Any, build) -> None:
     with pytest.raises(UnknownMethodError, match="unknown method") as error:
         tokenprune.patch(build(FAMILIES["llava"]), method)
-    said = str(error.value)
-    assert "did you mean" not in said and "`tokenprune methods`" in said and ("nearest are" in said) == (method != 3)
+    message = str(error.value)
+    assert (
+        "did you mean" not in message
+        and "`tokenprune methods`" in message
+        and ("nearest are" in message) == (method != 3)
+    )
 
 
 COMMAND_LINE = "is written for the command line. "
@@ -93,7 +97,7 @@ def test_a_number_that_looks_like_a_percentage_is_logged_once(build, caplog) -> 
 
 
 def test_errors_share_a_base() -> None:
-    errors = [one for name, one in vars(tokenprune.errors).items() if name.endswith("Error")]
+    errors = [error for name, error in vars(tokenprune.errors).items() if name.endswith("Error")]
     assert len(errors) == len(tokenprune.errors.__all__) and all(issubclass(error, TokenPruneError) for error in errors)
     assert issubclass(UnknownMethodError, ValueError) and issubclass(UnsupportedModelError, TypeError)
 
@@ -101,29 +105,29 @@ def test_errors_share_a_base() -> None:
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def bert() -> nn.Module:
+def build_bert() -> nn.Module:
     sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
     return BertModel(BertConfig(**sizes))
 
 
-def vit() -> nn.Module:
+def build_vit() -> nn.Module:
     return ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
 
 
-def mllama() -> nn.Module:
+def build_mllama() -> nn.Module:
     module = nn.Module()
     module.config = MllamaConfig()
     return module
 
 
-def linear() -> nn.Module:
+def build_linear() -> nn.Module:
     return nn.Linear(2, 2)
 
 
 @each("method", ["fastv", "divprune"])
 def test_error_of_a_refused_family_names_the_closest_types(method: str) -> None:
     with pytest.raises(UnsupportedModelError) as error:
-        tokenprune.patch(mllama(), method)
+        tokenprune.patch(build_mllama(), method)
     text = str(error.value)
     assert len(text) < 400, "does not list all types"
     assert "mllama" in text and "cross-attention" in text and "docs/reference/families.md" in text
@@ -133,10 +137,10 @@ def test_error_of_a_refused_family_names_the_closest_types(method: str) -> None:
 @each(
     ("make", "problem"),
     [
-        (linear, "Linear is not a transformers model.*docs/reference/families.md"),
+        (build_linear, "Linear is not a transformers model.*docs/reference/families.md"),
         (lambda: None, "NoneType is not a transformers model"),
-        (bert, "BertModel is a text model without visual tokens. Pass a whole vision-language model"),
-        (vit, "ViTModel is a vision model without a language model. Pass a whole vision-language model"),
+        (build_bert, "BertModel is a text model without visual tokens. Pass a whole vision-language model"),
+        (build_vit, "ViTModel is a vision model without a language model. Pass a whole vision-language model"),
         (lambda: "llava-hf/llava-1.5-7b-hf", "'llava-hf/llava-1.5-7b-hf' is a name or a path.* Load it first"),
         (lambda: Path("models", "llava"), "is a name or a path.* Load it first"),
     ],
@@ -178,22 +182,22 @@ def test_decoder_without_tower_is_rejected(family: Family, model) -> None:
 @pytest.mark.parametrize("method", ["divprune", "fastv", "pyramiddrop", "dyrate"])
 @torch.no_grad()
 def test_truncated_placeholders(method: str, family: Family, model) -> None:
-    """A tokenizer with max_length cuts images in half; nothing of the call is left behind."""
+    """A tokenizer with max_length truncates images. After the error the model works as before."""
     inputs = family.make_inputs(images=(2, 1), padding=None)
-    want = None
-    places = (inputs["input_ids"][0] == IMAGE).nonzero().flatten()
+    expected = None
+    placeholders = (inputs["input_ids"][0] == IMAGE).nonzero().flatten()
     for change in ("fewer", "more"):
         ids = inputs["input_ids"].clone()
         if change == "fewer":
-            ids[0, places[-1]] = 100
+            ids[0, placeholders[-1]] = 100
         else:
             ids[0, -1] = IMAGE
         broken = {**inputs, "input_ids": ids}
         with tokenprune.patched(model, method, keep=0.3):
-            want = model(**inputs).logits if want is None else want
-            for call, more in ((model, {}), (model.generate, {"max_new_tokens": 1})):
+            expected = model(**inputs).logits if expected is None else expected
+            for call, options in ((model, {}), (model.generate, {"max_new_tokens": 1})):
                 with pytest.raises(PlaceholderMismatchError, match="truncation") as error:
-                    call(**broken, **more)
+                    call(**broken, **options)
                 assert str(int((ids == IMAGE).sum())) in str(error.value)
                 assert str(len((inputs["input_ids"] == IMAGE).nonzero())) in str(error.value)
-            assert torch.equal(model(**inputs).logits, want)
+            assert torch.equal(model(**inputs).logits, expected)

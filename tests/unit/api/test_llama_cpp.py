@@ -34,17 +34,17 @@ class FakeModule:
 
     MTMD_INPUT_CHUNK_TYPE_IMAGE, MTMD_INPUT_CHUNK_TYPE_AUDIO = IMAGE, AUDIO
     mtmd_decoder_pos = Position
-    kind, sees_all = IMAGE, False
+    kind, is_bidirectional = IMAGE, False
 
     def __init__(self) -> None:
-        self.whole = 0
+        self.num_unpatched_calls = 0
 
     def __getattr__(self, name: str) -> Any:
         results = {
             "mtmd_input_chunks_init": None, "mtmd_input_chunk_get_type": self.kind, "mtmd_encode_chunk": 0,
             "mtmd_input_chunk_get_n_tokens": COUNT, "mtmd_input_chunk_get_tokens_image": None,
             "mtmd_image_tokens_get_ny": GRID[0], "mtmd_image_tokens_get_nx": GRID[1],
-            "mtmd_input_chunk_get_n_pos": max(GRID), "mtmd_decode_use_non_causal": self.sees_all,
+            "mtmd_input_chunk_get_n_pos": max(GRID), "mtmd_decode_use_non_causal": self.is_bidirectional,
             "mtmd_get_output_embd": ROWS.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
         }  # fmt: skip
         if name not in results:
@@ -52,7 +52,7 @@ class FakeModule:
         return lambda *arguments: results[name]
 
     def mtmd_helper_eval_chunk_single(self, *arguments: Any) -> int:
-        self.whole += 1
+        self.num_unpatched_calls += 1
         return 0
 
     def mtmd_helper_image_get_decoder_pos(self, image: Any, start: int, out: Any) -> None:
@@ -61,7 +61,7 @@ class FakeModule:
 
 
 class FakeLibrary(SimpleNamespace):
-    """llama.cpp's own functions. `decoded` has (rows, positions) of each batch, and `causal` the switches."""
+    """Functions of llama.cpp. `decoded` records (rows, positions) of each batch, `causal` the mask settings."""
 
     LLAMA_ROPE_TYPE_MROPE, LLAMA_ROPE_TYPE_IMROPE = 8, 40
     llama_seq_id = llama_pos = ctypes.c_int32
@@ -135,7 +135,7 @@ def test_other_models_number_the_kept_rows_consecutively(monkeypatch: pytest.Mon
 def test_rows_that_attend_to_each_other_are_decoded_without_a_causal_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask is restored after an error too."""
     llm, library = build(monkeypatch)
-    monkeypatch.setattr(FakeModule, "sees_all", True)
+    monkeypatch.setattr(FakeModule, "is_bidirectional", True)
     tokenprune.llama_cpp.patch(llm, "divprune", keep=6)
     library.code = 1
     assert evaluate(llm)[0] == 1 and library.causal == [False, True]
@@ -146,7 +146,7 @@ def test_all_tokens_take_the_path_of_llama_cpp(monkeypatch: pytest.MonkeyPatch) 
     llm, library = build(monkeypatch)
     tokenprune.llama_cpp.patch(llm, "divprune", keep=1.0)
     module = llm.chat_handler._mtmd_cpp.module
-    assert evaluate(llm)[0] == 0 and module.whole == 1 and not library.decoded
+    assert evaluate(llm)[0] == 0 and module.num_unpatched_calls == 1 and not library.decoded
     assert tokenprune.llama_cpp.unpatch(llm).chat_handler._mtmd_cpp is module
     with pytest.raises(NotPatchedError):
         tokenprune.llama_cpp.stats(llm)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""patch, unpatch and patched: the model comes back as it was, also after a patch that failed."""
+"""patch, unpatch and patched restore the model, also after a failed patch."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from zoo import FAMILIES, Family
 @torch.no_grad()
 def test_unpatch_restores_the_model(method: str, family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
-    before, was = model(**inputs).logits, snapshot(model)
+    before, snapshot_before = model(**inputs).logits, snapshot(model)
     attention = model.config._attn_implementation
     assert tokenprune.patch(model, method, keep=0.3) is model
     assert tokenprune.is_patched(model)
-    assert snapshot(model) != was
+    assert snapshot(model) != snapshot_before
     assert not torch.equal(model(**inputs).logits, before)
     model.generate(**inputs, max_new_tokens=2)
     assert tokenprune.unpatch(model) is model
     assert not tokenprune.is_patched(model)
-    forget_rope_deltas(was)
-    assert forget_rope_deltas(snapshot(model)) == was
+    forget_rope_deltas(snapshot_before)
+    assert forget_rope_deltas(snapshot(model)) == snapshot_before
     assert model.config._attn_implementation == attention == "sdpa"
     assert torch.equal(model(**inputs).logits, before)
 
 
-def forget_rope_deltas(seen: dict) -> dict:
-    """Qwen's base model remembers its last prompt there, patched or not."""
-    for key in [key for key in seen if key.endswith(".rope_deltas")]:
-        del seen[key]
-    return seen
+def forget_rope_deltas(state: dict) -> dict:
+    """Remove an attribute that stores the last prompt of Qwen's base model, patched or not."""
+    for key in [key for key in state if key.endswith(".rope_deltas")]:
+        del state[key]
+    return state
 
 
-# Each of these must be found out before anything is changed.
+# Each case raises an error before any change.
 FAILING = {
     "unknown method": dict(method="fastvv"),
     "unknown option": dict(method="dart", pivots=3),
@@ -54,7 +54,7 @@ FAILING = {
     "option of a configured method": dict(method=tokenprune.method("fastv"), layer=1),
     "layer zero": dict(method="fastv", layer=0),
     "layer beyond the last": dict(method="dart", layer=4),
-    "layer is no number": dict(method="dart", layer="2"),
+    "layer is a string": dict(method="dart", layer="2"),
     "keep zero": dict(method="fastv", keep=0.0),
     "keep twice": dict(method="fastv", keep=(0.5, 0.5)),
     "no method": dict(method=[]),
@@ -70,10 +70,10 @@ FAILING = {
 @each("case", FAILING)
 @torch.no_grad()
 def test_failing_patch_changes_nothing(case: str, family: Family, model) -> None:
-    was = snapshot(model)
+    snapshot_before = snapshot(model)
     with pytest.raises(TokenPruneError):
         tokenprune.patch(model, **FAILING[case])
-    assert snapshot(model) == was
+    assert snapshot(model) == snapshot_before
     assert not tokenprune.is_patched(model)
 
 
@@ -82,15 +82,15 @@ def test_failing_patch_changes_nothing(case: str, family: Family, model) -> None
 def test_failing_replacement_keeps_the_first_patch(case: str, build) -> None:
     model, inputs = FAMILIES["qwen2_5_vl"].prepare(build)
     with tokenprune.patched(model, "divprune", keep=0.3):
-        before, was = model(**inputs).logits, snapshot(model)
+        before, snapshot_before = model(**inputs).logits, snapshot(model)
         with pytest.raises(TokenPruneError):
             tokenprune.patch(model, **FAILING[case], replace=True)
-        assert forget_rope_deltas(snapshot(model)) == forget_rope_deltas(was)
+        assert forget_rope_deltas(snapshot(model)) == forget_rope_deltas(snapshot_before)
         assert torch.equal(model(**inputs).logits, before)
 
 
 def test_failing_attachment_is_rolled_back(family: Family, model, monkeypatch) -> None:
-    was = snapshot(model)
+    snapshot_before = snapshot(model)
     layers = model.get_submodule(family.decoder).layers
 
     def fail(*args, **kwargs):
@@ -100,13 +100,13 @@ def test_failing_attachment_is_rolled_back(family: Family, model, monkeypatch) -
     with pytest.raises(RuntimeError, match="no more hooks"):
         tokenprune.patch(model, "fastv", keep=0.5)
     monkeypatch.undo()
-    assert snapshot(model) == was
+    assert snapshot(model) == snapshot_before
 
 
 @torch.no_grad()
 def test_patching_twice_is_rejected(build) -> None:
     model, inputs = FAMILIES["llava_next"].prepare(build)
-    was = snapshot(model)
+    snapshot_before = snapshot(model)
     with tokenprune.patched(model, "divprune", keep=0.3):
         first = model(**inputs).logits
     tokenprune.patch(model, "dart", keep=0.5)
@@ -117,7 +117,7 @@ def test_patching_twice_is_rejected(build) -> None:
         assert torch.equal(model(**inputs).logits, first)
     finally:
         tokenprune.unpatch(model)
-    assert snapshot(model) == was
+    assert snapshot(model) == snapshot_before
 
 
 @torch.no_grad()
@@ -133,7 +133,7 @@ def test_patched_restores_the_previous_patch(build) -> None:
             raise ZeroDivisionError
         assert torch.equal(model(**inputs).logits, first)
     with tokenprune.patched(model, "fastv", keep=0.2):
-        tokenprune.unpatch(model)  # by hand, inside: nothing is left to undo
+        tokenprune.unpatch(model)  # manual unpatch inside the block
     assert not tokenprune.is_patched(model)
 
 
@@ -147,15 +147,15 @@ def test_unpatched_model_has_no_stats(call, build) -> None:
 
 @torch.no_grad()
 def test_two_models_are_independent(build) -> None:
-    one, two = FAMILIES["llava"], FAMILIES["qwen2_vl"]
-    a, b = build(one), build(two)
-    x, y = one.make_inputs(), two.make_inputs()
-    plain = b(**y).logits
+    llava, qwen = FAMILIES["llava"], FAMILIES["qwen2_vl"]
+    a, b = build(llava), build(qwen)
+    x, y = llava.make_inputs(), qwen.make_inputs()
+    unpatched = b(**y).logits
     with tokenprune.patched(a, "fastv", keep=0.3):
-        alone = a(**x).logits
-        assert torch.equal(b(**y).logits, plain)
+        expected = a(**x).logits
+        assert torch.equal(b(**y).logits, unpatched)
         with tokenprune.patched(b, "dart", keep=0.5):
-            assert torch.equal(a(**x).logits, alone)
+            assert torch.equal(a(**x).logits, expected)
             b(**y)
             assert tokenprune.stats(a).visual_tokens_in == sum(map(sum, x.counts))
             assert tokenprune.stats(b).visual_tokens_in == sum(map(sum, y.counts))
@@ -163,15 +163,15 @@ def test_two_models_are_independent(build) -> None:
 
 @torch.no_grad()
 def test_a_model_inside_another_module(build) -> None:
-    """The base model can be patched too, and a failure inside a forward does not spoil the next one."""
+    """The base model can be patched, too, and an error in a forward does not affect the next call."""
     model, inputs = FAMILIES["llava"].prepare(build)
     with tokenprune.patched(model, "fastv", keep=0.3):
-        want = model(**inputs).logits
+        expected = model(**inputs).logits
         with pytest.raises(Exception, match=r"."):
             model(**{**inputs, "attention_mask": "nonsense"})
-        assert torch.equal(model(**inputs).logits, want)
+        assert torch.equal(model(**inputs).logits, expected)
     with tokenprune.patched(model.model, "fastv", keep=0.3):
-        assert torch.equal(model(**inputs).logits, want)
+        assert torch.equal(model(**inputs).logits, expected)
 
 
 COMPOSED = [
@@ -225,7 +225,7 @@ def test_keeps_follow_the_order_of_methods(build) -> None:
 
 
 def test_states_are_removed_with_their_part(build) -> None:
-    """What a thread knows of a part that is gone must not be found by another one that got the same id."""
+    """Thread state of a removed part must not be found by a new part with the same id."""
     model, inputs = FAMILIES["llava"].prepare(build)
     gc.collect()
     before = len(get_thread_states())

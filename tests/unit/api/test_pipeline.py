@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' pipeline on checkpoints with real processors: as users run a model who never see a tensor."""
+"""transformers' pipeline with tiny checkpoints and real processors."""
 
 from __future__ import annotations
 
@@ -14,47 +14,50 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
 import tokenprune
 from each import each
 
-# The checkpoints of the tests of the vLLM plugin, whose folder cannot be on the path beside this one.
+# Checkpoints of the tests of the vLLM plugin. Their folder cannot be on the path together with this folder.
 _spec = importlib.util.spec_from_file_location("checkpoints", Path(__file__).parents[3] / "tests/vllm/checkpoints.py")
 checkpoints = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = checkpoints  # its dataclasses look themselves up there
+sys.modules[_spec.name] = checkpoints  # dataclasses look up their module here
 _spec.loader.exec_module(checkpoints)
 
 
 @pytest.fixture(scope="module", params=["llava", "qwen2_5_vl", "gemma3", "idefics3"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
-    """A checkpoint, its model and its processor."""
-    one = checkpoints.CHECKPOINTS[request.param]
-    folder = one.write(tmp_path_factory.mktemp(request.param))
+    """Return a checkpoint, its model and its processor."""
+    checkpoint = checkpoints.CHECKPOINTS[request.param]
+    folder = checkpoint.write(tmp_path_factory.mktemp(request.param))
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     model.generation_config.update(do_sample=False, eos_token_id=None, pad_token_id=0)
-    return one, model, AutoProcessor.from_pretrained(folder)
+    return checkpoint, model, AutoProcessor.from_pretrained(folder)
 
 
 @each("method", ["divprune", "dart"])
 def test_pipeline(method: str, case: tuple[Any, Any, Any]) -> None:
-    one, model, processor = case
+    checkpoint, model, processor = case
     processor.tokenizer.padding_side = "left"
     ask = pipeline("image-text-to-text", model=model, processor=processor)
-    asked = [dict(text=one.prompt(1, text), images=one.images(1, seed)) for seed, text in enumerate(["a", "is it b"])]
+    prompts = [
+        dict(text=checkpoint.prompt(1, text), images=checkpoint.images(1, seed))
+        for seed, text in enumerate(["a", "is it b"])
+    ]
     options = dict(max_new_tokens=8, return_full_text=False)
 
-    def answers(**batch: int) -> list[str]:
-        texts, photos = [each["text"] for each in asked], [each["images"] for each in asked]
+    def run_pipeline(**batch: int) -> list[str]:
+        texts, photos = [prompt["text"] for prompt in prompts], [prompt["images"] for prompt in prompts]
         return [answer["generated_text"] for answer in ask(text=texts, images=photos, **options, **batch)]
 
-    def by_hand(text: str, images: list) -> str:
+    def generate(text: str, images: list) -> str:
         inputs = processor(text=[text], images=[images], return_tensors="pt")
-        new = model.generate(**inputs, max_new_tokens=8)[:, inputs["input_ids"].shape[1] :]
-        return processor.batch_decode(new, skip_special_tokens=True)[0]
+        new_ids = model.generate(**inputs, max_new_tokens=8)[:, inputs["input_ids"].shape[1] :]
+        return processor.batch_decode(new_ids, skip_special_tokens=True)[0]
 
-    options_of = {"divprune": {}, "dart": {"layer": 1}}  # of three layers
-    plain = [by_hand(**each) for each in asked]
-    with tokenprune.patched(model, method, keep=0.1, **options_of[method]):
-        want = [by_hand(**each) for each in asked]
-        assert answers() == want
+    method_options = {"divprune": {}, "dart": {"layer": 1}}  # the model has three layers
+    unpatched = [generate(**prompt) for prompt in prompts]
+    with tokenprune.patched(model, method, keep=0.1, **method_options[method]):
+        expected = [generate(**prompt) for prompt in prompts]
+        assert run_pipeline() == expected
         stats = tokenprune.stats(model)
         assert 0 < stats.visual_tokens_out < stats.visual_tokens_in
-        assert answers(batch_size=2) == want
-    assert want != plain
-    assert answers() == plain
+        assert run_pipeline(batch_size=2) == expected
+    assert expected != unpatched
+    assert run_pipeline() == unpatched

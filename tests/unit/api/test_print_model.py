@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`print(model)` of a patched model shows the patch, and nothing else of the model knows of that."""
+"""`print(model)` of a patched model shows the patch. The rest of the model is unchanged."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from zoo import FAMILIES
 
 @pytest.fixture
 def llava() -> nn.Module:
-    return FAMILIES["llava"].build()  # its own: these tests put things on it
+    return FAMILIES["llava"].build()  # a new model, because the tests set attributes
 
 
-def shown(model: nn.Module) -> list[str]:
+def list_patch_lines(model: nn.Module) -> list[str]:
     return [line.strip() for line in repr(model).splitlines() if "tokenprune" in line]
 
 
 def test_second_line_has_method_keep_and_site(llava) -> None:
-    plain, was, names = repr(llava), snapshot(llava), list(llava.state_dict())
+    plain, before, names = repr(llava), snapshot(llava), list(llava.state_dict())
     with tokenprune.patched(llava, "dart", keep=0.25, pivot_image=8):
         lines = repr(llava).splitlines()
         assert lines.pop(1) == "  tokenprune: dart(pivot_image=8), keep=0.25, site=IN_LLM"
         assert "\n".join(lines) == plain
         assert list(llava.state_dict()) == names
-    assert repr(llava) == plain and snapshot(llava) == was
+    assert repr(llava) == plain and snapshot(llava) == before
     with tokenprune.patched(llava):
-        assert shown(llava) == ["tokenprune: divprune(), keep=0.25, site=PRE_LLM"]
+        assert list_patch_lines(llava) == ["tokenprune: divprune(), keep=0.25, site=PRE_LLM"]
     budget = Budget(average_tokens=7)
     with tokenprune.patched(llava, [tokenprune.method("fastv", layer=3), "divprune"], keep=[budget, 64]):
-        assert shown(llava) == [
+        assert list_patch_lines(llava) == [
             "tokenprune: fastv(layer=3), keep=Budget(average_tokens=7), site=IN_LLM",
             "tokenprune: divprune(), keep=64, site=PRE_LLM",
         ]
 
 
-def test_replacing_a_patch_replaces_its_line_and_a_failing_one_leaves_it(llava) -> None:
+def test_the_line_follows_a_replaced_patch(llava) -> None:
     tokenprune.patch(llava, "divprune", keep=0.5)
     tokenprune.patch(llava, "fastv", keep=0.25, replace=True)
-    assert shown(llava) == ["tokenprune: fastv(), keep=0.25, site=IN_LLM"]
+    assert list_patch_lines(llava) == ["tokenprune: fastv(), keep=0.25, site=IN_LLM"]
     with pytest.raises(UnsupportedSetupError):
         tokenprune.patch(llava, "pevlm", replace=True)
-    assert shown(llava) == ["tokenprune: fastv(), keep=0.25, site=IN_LLM"]
+    assert list_patch_lines(llava) == ["tokenprune: fastv(), keep=0.25, site=IN_LLM"]
     tokenprune.unpatch(llava)
-    assert shown(llava) == []
+    assert list_patch_lines(llava) == []
 
 
 def test_original_repr_is_kept(llava) -> None:
@@ -68,20 +68,20 @@ def test_original_repr_is_kept(llava) -> None:
     llava.extra_repr = lambda: "of the instance"
     with tokenprune.patched(llava, "divprune", keep=0.5):
         assert "of the instance\n  tokenprune: divprune()" in repr(llava)
-    assert "of the instance" in repr(llava) and not shown(llava)
+    assert "of the instance" in repr(llava) and not list_patch_lines(llava)
 
 
-def pickled(model: nn.Module) -> nn.Module:
+def pickle_copy(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("way", [copy.deepcopy, pickle_copy])
 def test_copy_has_its_own_line(llava, way) -> None:
     with tokenprune.patched(llava, "divprune", keep=0.5):
         other = way(llava)
-        assert shown(other) == shown(llava) != []
+        assert list_patch_lines(other) == list_patch_lines(llava) != []
         tokenprune.unpatch(other)
-        assert not shown(other) and shown(llava)
+        assert not list_patch_lines(other) and list_patch_lines(llava)
     assert repr(other) == repr(llava) and "extra_repr" not in vars(other)
 
 
@@ -94,16 +94,16 @@ def test_a_patch_of_the_inner_model_shows_there(llava) -> None:
 @torch.no_grad()
 def test_a_compiled_model_shows_it_and_loses_it(llava) -> None:
     compiled = torch.compile(llava, backend="eager")
-    was = snapshot(llava)
+    before = snapshot(llava)
     tokenprune.patch(compiled, "divprune", keep=0.5)
-    assert len(shown(compiled)) == 1
+    assert len(list_patch_lines(compiled)) == 1
     tokenprune.unpatch(compiled)
-    assert not shown(compiled) and snapshot(llava) == was
+    assert not list_patch_lines(compiled) and snapshot(llava) == before
 
 
 def test_a_timm_model_shows_it() -> None:
     timm = pytest.importorskip("timm")
     model = timm.create_model("vit_tiny_patch16_224", depth=2)
     with tokenprune.patched(model, "tome", r=8):
-        assert shown(model) == ["tokenprune: tome(r=8), keep=0.25, site=IN_ENCODER"]
-    assert not shown(model)
+        assert list_patch_lines(model) == ["tokenprune: tome(r=8), keep=0.25, site=IN_ENCODER"]
+    assert not list_patch_lines(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting has one form, however it is written; what a request must not say is refused wherever it stands."""
+"""Equal settings have one form, and forbidden values in a request are refused at any depth."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SERVER = {"method": "divprune", "keep": 0.25}
 
 
 @pytest.fixture
-def awake() -> Iterator[None]:
-    """Fail a test that waits for ever, instead of doing so."""
+def time_limit() -> Iterator[None]:
+    """Fail a test after 120 seconds."""
 
     def ring(*_: Any) -> None:
-        raise AssertionError("it hangs")
+        raise AssertionError("the test exceeds the time limit")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.alarm(120)
@@ -55,7 +55,7 @@ def test_file_options_are_listed() -> None:
 
     @dataclass(frozen=True)
     class Typed(Method):
-        """Ours are marked; one that only says so by its type counts too."""
+        """File options are marked or have a path type."""
 
         where: str | Path = ""
         marked: str = field(default="", metadata={"file": True})
@@ -68,7 +68,7 @@ def test_file_options_are_listed() -> None:
 @each("value", ["/etc/passwd", "/no/such/file", "", None, 7, ["/etc/passwd"], {"a": 1}])
 def test_request_with_file_is_rejected(server: dict, value: Any) -> None:
     dymu = {"exact": True, "thresholds": value}
-    written = [
+    layers_with_file = [
         {"method": "dymu", **dymu},
         {"method": {"method": "dymu", **dymu}},
         {"method": [{"method": "dymu", **dymu}]},
@@ -78,19 +78,19 @@ def test_request_with_file_is_rejected(server: dict, value: Any) -> None:
         {"method": {"method": "dyrate", "rate": "predictor", "predictor": value}},
     ]
     if server.get("method") == "dymu":
-        written += [dymu, {"thresholds": value, "keep": 0.5}, {"method": "dymu", "thresholds": value}]
+        layers_with_file += [dymu, {"thresholds": value, "keep": 0.5}, {"method": "dymu", "thresholds": value}]
     texts = set()
-    for layer in written:
-        with unopened(), pytest.raises(OptionError, match="names a file") as caught:
+    for layer in layers_with_file:
+        with forbid_file_access(), pytest.raises(OptionError, match="names a file") as caught:
             parse_setting(server, layer, trusted=False)
         texts.add(str(caught.value).replace("predictor of dyrate", "thresholds of dymu"))
     assert len(texts) == 1 and "passwd" not in texts.pop()
 
 
-def places() -> Iterator[tuple[str, str]]:
+def list_options() -> Iterator[tuple[str, str]]:
     for name in registry.available_methods():
-        for one in dataclasses.fields(registry.method_class(name)):
-            yield name, one.name
+        for option_field in dataclasses.fields(registry.method_class(name)):
+            yield name, option_field.name
 
 
 def has_path(value: Any) -> bool:
@@ -105,17 +105,17 @@ scalars = st.one_of(
     st.sampled_from([10**400, -(10**400), 2**63 - 1, 1e300, -0.0]),
 )  # fmt: skip
 names = st.sampled_from(registry.available_methods())
-options = sorted({option for _, option in places()})
+options = sorted({option for _, option in list_options()})
 keys = st.sampled_from([*options, "method", "keep", "per", "off", "experimental_in_llm", "config", "x"])
-wild = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3))
-said = st.dictionaries(st.sampled_from(options), wild, max_size=3)
+any_value = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3))
+option_values = st.dictionaries(st.sampled_from(options), any_value, max_size=3)
 
 
 @st.composite
-def layers(draw: Any, value: Any = wild) -> dict[str, Any]:
-    """Settings that look like settings, with something wild in any of their places."""
-    entry = st.one_of(names, st.builds(lambda name, more: {"method": name} | more, names, said), value)
-    layer: dict[str, Any] = draw(said) if draw(st.booleans()) else {}
+def layers(draw: Any, value: Any = any_value) -> dict[str, Any]:
+    """Draw dicts that resemble settings, with arbitrary values in any key."""
+    entry = st.one_of(names, st.builds(lambda name, more: {"method": name} | more, names, option_values), value)
+    layer: dict[str, Any] = draw(option_values) if draw(st.booleans()) else {}
     layer["method"] = draw(entry | st.lists(entry, max_size=3))
     for key, other in (("keep", st.lists(value, max_size=3) | value), ("per", value), ("off", value), ("x", value)):
         if draw(st.integers(0, 5)) == 0:
@@ -124,13 +124,13 @@ def layers(draw: Any, value: Any = wild) -> dict[str, Any]:
 
 
 @contextmanager
-def unopened() -> Iterator[None]:
-    """Fail if any file is opened or looked at within."""
+def forbid_file_access() -> Iterator[None]:
+    """Fail if a file is opened or inspected inside the block."""
     opened: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         for module, name in ((os, "open"), (os, "stat")):
-            real = getattr(module, name)
-            patch.setattr(module, name, lambda *a, _real=real, **k: (opened.append(a), _real(*a, **k))[1])
+            original = getattr(module, name)
+            patch.setattr(module, name, lambda *a, _real=original, **k: (opened.append(a), _real(*a, **k))[1])
         yield
     assert not opened
 
@@ -138,11 +138,11 @@ def unopened() -> Iterator[None]:
 @settings(max_examples=300, deadline=None)
 @given(layers(), st.sampled_from([SERVER, {"off": True}]))
 def test_fuzzed_settings_raise_library_errors(layer: dict[str, Any], server: dict[str, Any]) -> None:
-    with unopened():
+    with forbid_file_access():
         try:
-            made = parse_setting(server, layer, trusted=False)
-            assert not has_path(made.to_json()), "a path was taken"
-            assert parse_setting(made.to_json()) == made
+            setting = parse_setting(server, layer, trusted=False)
+            assert not has_path(setting.to_json()), "a path was taken"
+            assert parse_setting(setting.to_json()) == setting
         except (TokenPruneError, ValueError) as error:
             assert isinstance(error, TokenPruneError) and isinstance(error, ValueError)
             assert 0 < len(str(error)) < 6000
@@ -150,8 +150,8 @@ def test_fuzzed_settings_raise_library_errors(layer: dict[str, Any], server: dic
 
 PATH = "/etc/passwd"
 DEPTHS = [lambda x: x, lambda x: [x], lambda x: {"a": x}, lambda x: [[0.5], {"b": [x]}]]
-# Ways to write a method of which an option is a path.
-WRITTEN = [
+# Forms of a method with a path as an option.
+FORMS = [
     lambda entry: entry,
     lambda entry: {"method": entry},
     lambda entry: {"method": [entry]},
@@ -168,16 +168,16 @@ WITHOUT_OPTION = [
 
 
 def check_refused(layer: Any) -> None:
-    with unopened(), pytest.raises(ValueError) as caught:
+    with forbid_file_access(), pytest.raises(ValueError) as caught:
         parse_setting(SERVER, layer, trusted=False)
     assert isinstance(caught.value, TokenPruneError) and "root:" not in str(caught.value)
 
 
-@each(("method", "option"), sorted(places()))
+@each(("method", "option"), sorted(list_options()))
 @each("depth", DEPTHS)
-@each("written", WRITTEN)
-def test_path_is_rejected_everywhere(method: str, option: str, depth: Any, written: Any) -> None:
-    check_refused(written({"method": method, option: depth(PATH)}))
+@each("write", FORMS)
+def test_path_is_rejected_everywhere(method: str, option: str, depth: Any, write: Any) -> None:
+    check_refused(write({"method": method, option: depth(PATH)}))
 
 
 test_path_is_rejected_for_other_options = each("layer", WITHOUT_OPTION)(check_refused)
@@ -185,19 +185,21 @@ test_path_is_rejected_for_other_options = each("layer", WITHOUT_OPTION)(check_re
 
 def test_a_server_reads_its_own_files_once(tmp_path: Path) -> None:
     path = Path(tokenprune.__file__).parent / "methods/encoder/data/demo_vlm.safetensors"
-    mine = tmp_path / "mine.safetensors"
-    mine.write_bytes(path.read_bytes())
-    server = {"method": {"method": "dymu", "exact": True, "thresholds": str(mine)}, "keep": 0.5}
-    made = parse_setting(server)
-    assert [*made.digests] == ["thresholds"] and get_cache_key(made)["thresholds"] == made.digests["thresholds"]
-    mine.unlink()
+    copy = tmp_path / "mine.safetensors"
+    copy.write_bytes(path.read_bytes())
+    server = {"method": {"method": "dymu", "exact": True, "thresholds": str(copy)}, "keep": 0.5}
+    setting = parse_setting(server)
+    assert [*setting.digests] == ["thresholds"] and get_cache_key(setting)["thresholds"] == setting.digests[
+        "thresholds"
+    ]
+    copy.unlink()
     for request in ({"keep": 0.25}, {"max_r": 3}, {"method": "dymu", "keep": 0.5}, {"method": {"method": "dymu"}}):
-        with unopened():
-            assert parse_setting(made.to_json(), request, trusted=False).digests == made.digests
+        with forbid_file_access():
+            assert parse_setting(setting.to_json(), request, trusted=False).digests == setting.digests
 
 
-def test_only_regular_files_are_read(tmp_path: Path, awake: None) -> None:
-    """At once: a pipe that nobody writes to would be waited for."""
+def test_only_regular_files_are_read(tmp_path: Path, time_limit: None) -> None:
+    """Pipes are refused at once, because reading a pipe without a writer would block."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 100)
     for path, why in (
@@ -219,16 +221,16 @@ def test_only_regular_files_are_read(tmp_path: Path, awake: None) -> None:
 # -- bounds
 
 
-def deep(depth: int) -> Any:
-    made: Any = 1
+def nest(depth: int) -> Any:
+    nested: Any = 1
     for _ in range(depth):
-        made = [made]
-    return made
+        nested = [nested]
+    return nested
 
 
 BAD = {
     "large": 10**400, "negative and large": -(10**400), "unprintable": 10**6000, "infinite": float("1e400"),
-    "no number": float("nan"), "deep": deep(5000), "deep enough": deep(20), "long": "x" * 10**6, "many": [0] * 10**6,
+    "no number": float("nan"), "deep": nest(5000), "deep enough": nest(20), "long": "x" * 10**6, "many": [0] * 10**6,
     "wide": {str(i): i for i in range(5000)}, "a set": {1}, "an object": object(), "bytes": b"x", "odd keys": {1: 2},
     "too long a key": {"k" * 5000: 1}, "half a letter": "\ud800", "half a letter as a key": {"\ud800": 1},
 }  # fmt: skip
@@ -262,7 +264,7 @@ def test_bounds_from_json(text: str, tmp_path: Path) -> None:
         tokenprune.read_config(path)
 
 
-@each(("method", "option"), sorted(places()))
+@each(("method", "option"), sorted(list_options()))
 def test_booleans_are_rejected_as_numbers(method: str, option: str) -> None:
     default = registry.method_info(method).options[option]
     if isinstance(default, (int, float)) and not isinstance(default, bool):
@@ -283,39 +285,41 @@ SAME = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("written", SAME, ids=["one", "two"])
-def test_one_form(written: list[dict]) -> None:
-    assert len({json.dumps(parse_setting(one).to_json()) for one in written}) == 1
-    assert len({str(tokenprune.read_config(one).steps()) for one in written}) == 1
+@pytest.mark.parametrize("forms", SAME, ids=["one", "two"])
+def test_one_form(forms: list[dict]) -> None:
+    assert len({json.dumps(parse_setting(form).to_json()) for form in forms}) == 1
+    assert len({str(tokenprune.read_config(form).steps()) for form in forms}) == 1
 
 
 def test_the_same_methods_keep_their_options() -> None:
     below = [{"method": "random", "seed": 3}, {"method": [{"method": "random", "seed": 3}]}]
     above = [{"method": "random"}, {"method": {"method": "random"}}, {"keep": 0.25}, {"off": False}]
-    assert {parse_setting(low, up).method.seed for low in below for up in above} == {3}
-    two = {"method": [{"method": "dynres", "min_scale": 0.3}, {"method": "random", "seed": 3}], "keep": [0.5, 0.4]}
-    made = parse_setting(two, {"method": ["dynres", {"method": "random", "seed": 4}]})
-    assert (made.pixel_method.min_scale, made.method.seed, made.keep) == (0.3, 4, [0.5, 0.4])
-    assert parse_setting(two, {"method": ["dynres", "pool"]}).pixel_method.min_scale == 0.25
+    assert {parse_setting(layer_below, layer_above).method.seed for layer_below in below for layer_above in above} == {
+        3
+    }
+    stack = {"method": [{"method": "dynres", "min_scale": 0.3}, {"method": "random", "seed": 3}], "keep": [0.5, 0.4]}
+    setting = parse_setting(stack, {"method": ["dynres", {"method": "random", "seed": 4}]})
+    assert (setting.pixel_method.min_scale, setting.method.seed, setting.keep) == (0.3, 4, [0.5, 0.4])
+    assert parse_setting(stack, {"method": ["dynres", "pool"]}).pixel_method.min_scale == 0.25
     for layer in ({"seed": 1}, {"method": "random", "seed": 1} | {"method": {"method": "random", "seed": 2}}):
         with pytest.raises(OptionError, match=r"ambiguous|set twice"):
-            parse_setting(two, layer)
+            parse_setting(stack, layer)
 
 
-def test_budgets_can_be_said() -> None:
+def test_budgets_in_settings() -> None:
     steps = tokenprune.read_config({"method": "fastv", "keep": {"average_tokens": 192}}).steps()
     assert steps[1] == [Budget(average_tokens=192)]
     several = {"method": ["pool", "fastv"], "keep": [0.5, {"kv_share": 0.3}], "per": "prompt"}
     assert tokenprune.read_config(several).steps()[1] == [
         Budget(keep=0.5, per="prompt"), Budget.from_kv_share(0.3, per="prompt"),
     ]  # fmt: skip
-    for keep, says in (
+    for keep, message in (
         ({"token": 3}, "keep has no key token. Pass a number.*average_tokens, average_share, kv_share"),
         ({}, "exactly one of"),
         ({"kv_share": 0.5, "flops_share": 0.5}, "exactly one of"), ({"kv_share": 2}, "out of range"),
         ({"kv_share": "x"}, "must be a number"),
     ):  # fmt: skip
-        with pytest.raises(BudgetError, match=says):
+        with pytest.raises(BudgetError, match=message):
             tokenprune.read_config({"method": "fastv", "keep": keep})
     with pytest.raises(BudgetError, match=r'Write "keep": {"average_tokens": 192}'):
         tokenprune.read_config({"method": "fastv", "average_tokens": 192})
@@ -327,11 +331,11 @@ def test_budgets_can_be_said() -> None:
             parse_setting({"method": "divprune", "keep": keep})
 
 
-def test_what_a_method_does_not_check_is_told_all_the_same() -> None:
+def test_errors_inside_a_method_become_option_errors() -> None:
     @registry.register("careless")
     @dataclass(frozen=True)
     class Careless(Pruner):
-        """Trust everyone."""
+        """Does not check its options."""
 
         rates: tuple[float, ...] = ()
         power: int = 1
@@ -351,10 +355,10 @@ def test_what_a_method_does_not_check_is_told_all_the_same() -> None:
 
 
 @each("name", registry.available_methods())
-def test_no_option_keeps_a_server_busy(name: str, awake: None) -> None:
-    """Whatever number or list it is given: the front end answers requests one after the other."""
+def test_no_option_value_blocks_a_server(name: str, time_limit: None) -> None:
+    """The front end processes requests in sequence, so no value may block it."""
     values = [0, 1, -1, 2**62, 1e-300, 1e18, 0.5, True, None, "x", [1], [2**62], {"a": 1}, [0.5] * 900]
-    for option in [option for method, option in places() if method == name]:
+    for option in [option for method, option in list_options() if method == name]:
         for value in values:
             try:
                 parse_setting(SERVER, {"method": name, option: value}, trusted=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other versions of transformers: a newer one than those tested is refused, and caches go by both of their names."""
+"""Versions of transformers: untested newer versions are refused, and the cache is found by both of its names."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def newer(monkeypatch):
 def test_a_version_newer_than_tested_is_refused(allowed: str, newer, build) -> None:
     newer.setenv(versions.UNTESTED, allowed)
     model = build(FAMILY)
-    says = rf"transformers {NEXT}.*transformers<{NEXT}.*{versions.UNTESTED}=1"
-    with pytest.raises(UnsupportedSetupError, match=says):
+    message = rf"transformers {NEXT}.*transformers<{NEXT}.*{versions.UNTESTED}=1"
+    with pytest.raises(UnsupportedSetupError, match=message):
         tokenprune.patch(model, "divprune", keep=0.5)
     assert not tokenprune.is_patched(model)
 
 
-def test_who_allows_it_is_warned_once(newer, caplog, build) -> None:
+def test_an_allowed_newer_version_is_warned_about_once(newer, caplog, build) -> None:
     newer.setenv(versions.UNTESTED, "1")
     model = build(FAMILY)
     with caplog.at_level(logging.WARNING, "tokenprune"):
@@ -55,7 +55,7 @@ def test_who_allows_it_is_warned_once(newer, caplog, build) -> None:
     ]
 
 
-def test_a_later_patch_release_is_taken(newer, build) -> None:
+def test_a_later_patch_release_is_accepted(newer, build) -> None:
     newer.setattr(compat, "VERSION", Version(f"{compat.NEWEST}.9"))
     tokenprune.unpatch(tokenprune.patch(build(FAMILY), "divprune", keep=0.5))
 
@@ -66,7 +66,7 @@ def test_the_requirement_ends_with_the_newest_version_tested() -> None:
     )
     extras = project["optional-dependencies"]
     for listed in (extras["hf"], extras["vllm"], bench["dependencies"]):
-        required = next(one for one in map(Requirement, listed) if one.name == "transformers")
+        required = next(requirement for requirement in map(Requirement, listed) if requirement.name == "transformers")
         assert required.specifier.contains(f"{compat.NEWEST}.9")
         assert not required.specifier.contains(NEXT)
     for page in ("docs/start/install.md", "dev/README.md", "CHANGELOG.md"):
@@ -79,9 +79,9 @@ def test_a_cache_is_found_by_each_of_its_names(method: str, name: str, build) ->
     inputs, model = FAMILY.make_inputs(), build(FAMILY)
     cache = DynamicCache(config=model.config.get_text_config())
     with tokenprune.patched(model, method, keep=0.5):
-        want = model.model(**inputs, use_cache=True)
-        got = model.model(**inputs, use_cache=True, **{name: cache})
-    assert torch.equal(want.last_hidden_state, got.last_hidden_state)
-    lengths = [[layer.keys.shape[-2] for layer in one.layers] for one in (getattr(want, compat.CACHE), cache)]
+        expected = model.model(**inputs, use_cache=True)
+        actual = model.model(**inputs, use_cache=True, **{name: cache})
+    assert torch.equal(expected.last_hidden_state, actual.last_hidden_state)
+    lengths = [[layer.keys.shape[-2] for layer in output.layers] for output in (getattr(expected, compat.CACHE), cache)]
     assert lengths[0] == lengths[1]
     assert lengths[0][-1] < inputs["input_ids"].shape[1]

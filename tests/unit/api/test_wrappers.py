@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrappers, adapters, copies and replicas of a patched model find its patch, run their own weights, or are refused."""
+"""Wrappers, adapters, copies and replicas of a patched model share its patch with their own weights, or are refused."""
 
 from __future__ import annotations
 
@@ -29,118 +29,118 @@ peft = pytest.importorskip("peft")
 METHODS = ["divprune", "fastv", "tome", ["divprune", "fastv"]]
 
 
-def adapted(model: nn.Module) -> nn.Module:
+def add_lora(model: nn.Module) -> nn.Module:
     config = peft.LoraConfig(target_modules=r".*language_model.*(q_proj|v_proj)", init_lora_weights=False)
     torch.manual_seed(0)
     return peft.get_peft_model(model, config).eval()
 
 
 @torch.no_grad()
-def end(model: Any, inputs: Any) -> torch.Tensor:
+def compute_logits(model: Any, inputs: Any) -> torch.Tensor:
     return model(**inputs).logits[:, -1]
 
 
 @each("method", METHODS)
 @each("name", ["llava", "qwen2_5_vl"])
-def test_a_patch_of_the_wrapper_is_still_there_after_a_merge(name: str, method: Any) -> None:
+def test_a_patch_survives_merge_and_unload(name: str, method: Any) -> None:
     family = FAMILIES[name]
-    inputs, wrapper = family.make_inputs(images=(2, 1)), adapted(family.build())
-    whole = copy.deepcopy(wrapper).merge_and_unload()
+    inputs, wrapper = family.make_inputs(images=(2, 1)), add_lora(family.build())
+    unpatched = copy.deepcopy(wrapper).merge_and_unload()
     tokenprune.patch(wrapper, method, keep=0.3)
     merged = wrapper.merge_and_unload()
     assert merged is not wrapper and tokenprune.is_patched(merged) and tokenprune.is_patched(wrapper)
     assert "tokenprune:" in repr(merged)
-    got = end(merged, inputs)
+    actual = compute_logits(merged, inputs)
     assert tokenprune.stats(merged).keep_ratio < 0.5
-    with tokenprune.patched(whole, method, keep=0.3):
-        assert torch.equal(got, end(whole, inputs))
+    with tokenprune.patched(unpatched, method, keep=0.3):
+        assert torch.equal(actual, compute_logits(unpatched, inputs))
     with pytest.raises(AlreadyPatchedError):
         tokenprune.patch(merged)
     tokenprune.unpatch(merged)
-    assert torch.equal(end(merged, inputs), end(whole, inputs))
-    assert not [one for one in snapshot(merged) if "tokenprune" in one] and "tokenprune:" not in repr(merged)
-    for one in (merged, wrapper):
-        assert not tokenprune.is_patched(one)
+    assert torch.equal(compute_logits(merged, inputs), compute_logits(unpatched, inputs))
+    assert not [key for key in snapshot(merged) if "tokenprune" in key] and "tokenprune:" not in repr(merged)
+    for holder in (merged, wrapper):
+        assert not tokenprune.is_patched(holder)
         with pytest.raises(NotPatchedError):
-            tokenprune.unpatch(one)
+            tokenprune.unpatch(holder)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_all_that_hold_the_model_speak_of_one_patch(name: str) -> None:
+def test_all_wrappers_of_a_model_share_one_patch(name: str) -> None:
     model, inputs = FAMILIES[name].prepare()
     tokenprune.patch(model, "divprune", keep=0.5)
-    wrapper = adapted(model)
-    every = [wrapper, wrapper.base_model, model, model.model]
-    end(wrapper, inputs)
-    assert all(tokenprune.is_patched(one) for one in every)
-    assert {tokenprune.stats(one).keep_ratio for one in every} == {tokenprune.stats(model).keep_ratio}
-    for one in every:
+    wrapper = add_lora(model)
+    holders = [wrapper, wrapper.base_model, model, model.model]
+    compute_logits(wrapper, inputs)
+    assert all(tokenprune.is_patched(holder) for holder in holders)
+    assert {tokenprune.stats(holder).keep_ratio for holder in holders} == {tokenprune.stats(model).keep_ratio}
+    for holder in holders:
         with pytest.raises(AlreadyPatchedError):
-            tokenprune.patch(one, "fastv")
-        tokenprune.patch(one, "fastv", keep=0.3, replace=True)
-        end(wrapper, inputs)
+            tokenprune.patch(holder, "fastv")
+        tokenprune.patch(holder, "fastv", keep=0.3, replace=True)
+        compute_logits(wrapper, inputs)
         assert [removal.method for removal in tokenprune.stats(wrapper).removals] == ["fastv"]
-        with tokenprune.patched(one, "divprune", keep=0.5, replace=True):
-            end(wrapper, inputs)
+        with tokenprune.patched(holder, "divprune", keep=0.5, replace=True):
+            compute_logits(wrapper, inputs)
             assert [removal.method for removal in tokenprune.stats(model).removals] == ["divprune"]
         assert tokenprune.is_patched(wrapper)
     with pytest.raises(OptionError):
         tokenprune.patch(wrapper, "fastv", layer=99, replace=True)
     assert tokenprune.is_patched(model)
-    for one in every:
-        tokenprune.unpatch(one)
-        assert not any(tokenprune.is_patched(other) for other in every)
-        tokenprune.patch(one, "divprune", keep=0.5)
+    for holder in holders:
+        tokenprune.unpatch(holder)
+        assert not any(tokenprune.is_patched(other) for other in holders)
+        tokenprune.patch(holder, "divprune", keep=0.5)
     tokenprune.unpatch(model)
 
 
-def test_an_adapter_of_the_tower_that_was_merged_is_named() -> None:
-    """What was watched of the tower went with it; patched again, the model is pruned as any other."""
+def test_a_merged_adapter_of_the_tower_is_refused() -> None:
+    """The merge removes modules with hooks. After a new patch the model is pruned as usual."""
     family = FAMILIES["qwen2_5_vl"]
     inputs, config = family.make_inputs(), peft.LoraConfig(target_modules=r".*visual.*qkv", init_lora_weights=False)
     wrapper = tokenprune.patch(peft.get_peft_model(family.build(), config).eval(), "tome", keep=0.3)
-    end(wrapper, inputs)
+    compute_logits(wrapper, inputs)
     merged = wrapper.merge_and_unload()
     with pytest.raises(UnsupportedSetupError, match="patch it again"):
-        end(merged, inputs)
+        compute_logits(merged, inputs)
     tokenprune.patch(merged, "tome", keep=0.3, replace=True)
-    end(merged, inputs)
+    compute_logits(merged, inputs)
     assert tokenprune.stats(merged).keep_ratio < 0.4
 
 
-def test_a_merge_inside_of_a_with_block() -> None:
-    wrapper = adapted(FAMILIES["llava"].build())
+def test_a_merge_inside_patched() -> None:
+    wrapper = add_lora(FAMILIES["llava"].build())
     with tokenprune.patched(wrapper, "divprune", keep=0.5):
         merged = wrapper.merge_and_unload()
         assert tokenprune.is_patched(merged)
     assert not tokenprune.is_patched(merged)
 
 
-def test_without_the_adapter_the_base_is_pruned_as_it_is() -> None:
+def test_a_disabled_adapter_gives_the_pruned_base_model() -> None:
     model, inputs = FAMILIES["llava"].prepare()
     with tokenprune.patched(model, "fastv", keep=0.3):
-        plain = end(model, inputs)
-    wrapper = tokenprune.patch(adapted(model), "fastv", keep=0.3)
+        without_adapter = compute_logits(model, inputs)
+    wrapper = tokenprune.patch(add_lora(model), "fastv", keep=0.3)
     with wrapper.disable_adapter():
-        assert torch.equal(end(wrapper, inputs), plain)
-    assert not torch.allclose(end(wrapper, inputs), plain)
+        assert torch.equal(compute_logits(wrapper, inputs), without_adapter)
+    assert not torch.allclose(compute_logits(wrapper, inputs), without_adapter)
     unloaded = wrapper.unload()
-    assert torch.equal(end(unloaded, inputs), plain) and tokenprune.is_patched(unloaded)
+    assert torch.equal(compute_logits(unloaded, inputs), without_adapter) and tokenprune.is_patched(unloaded)
 
 
-def test_a_copy_of_a_wrapper_has_a_patch_of_its_own() -> None:
+def test_a_copy_of_a_wrapper_has_an_independent_patch() -> None:
     family = FAMILIES["llava"]
-    wrapper, inputs = tokenprune.patch(adapted(family.build()), "divprune", keep=0.3), family.make_inputs()
-    want, other = end(wrapper, inputs), copy.deepcopy(wrapper)
+    wrapper, inputs = tokenprune.patch(add_lora(family.build()), "divprune", keep=0.3), family.make_inputs()
+    expected, other = compute_logits(wrapper, inputs), copy.deepcopy(wrapper)
     merged = other.merge_and_unload()
-    end(merged, family.make_inputs(images=(2, 1)))
+    compute_logits(merged, family.make_inputs(images=(2, 1)))
     assert tokenprune.stats(merged).visual_tokens_in > tokenprune.stats(wrapper).visual_tokens_in
     tokenprune.unpatch(merged)
-    assert tokenprune.is_patched(wrapper) and torch.equal(end(wrapper, inputs), want)
+    assert tokenprune.is_patched(wrapper) and torch.equal(compute_logits(wrapper, inputs), expected)
 
 
-def test_adapters_are_saved_as_without_a_patch(tmp_path: Path) -> None:
-    wrapper = adapted(FAMILIES["llava"].build())
+def test_saved_adapters_do_not_contain_the_patch(tmp_path: Path) -> None:
+    wrapper = add_lora(FAMILIES["llava"].build())
     wrapper.save_pretrained(tmp_path / "plain")
     with tokenprune.patched(wrapper, "divprune", keep=0.3):
         wrapper.save_pretrained(tmp_path / "patched")
@@ -149,7 +149,7 @@ def test_adapters_are_saved_as_without_a_patch(tmp_path: Path) -> None:
 
 
 class Holder(nn.Module):
-    """A wrapper of one's own, which lets its model be seen."""
+    """A custom wrapper with a visible model."""
 
     def __init__(self, vlm: nn.Module) -> None:
         super().__init__()
@@ -162,45 +162,49 @@ class Holder(nn.Module):
 @pytest.mark.parametrize("wrap", [Holder, lambda model: torch.compile(model, backend="eager")], ids=["own", "compiled"])
 def test_other_wrappers(wrap: Any) -> None:
     model, inputs = FAMILIES["llava"].prepare()
-    want = end(model, inputs)
+    expected = compute_logits(model, inputs)
     wrapper = wrap(model)
-    was = snapshot(model)
+    before = snapshot(model)
     tokenprune.patch(wrapper, "divprune", keep=0.3)
-    end(model, inputs)
+    compute_logits(model, inputs)
     assert tokenprune.is_patched(model) and tokenprune.stats(wrapper).keep_ratio == tokenprune.stats(model).keep_ratio
     assert "tokenprune:" in repr(model)
     tokenprune.unpatch(model)
-    assert not tokenprune.is_patched(wrapper) and torch.equal(end(model, inputs), want) and snapshot(model) == was
+    assert (
+        not tokenprune.is_patched(wrapper)
+        and torch.equal(compute_logits(model, inputs), expected)
+        and snapshot(model) == before
+    )
 
 
-def test_what_is_no_model_has_no_patch() -> None:
+def test_other_objects_are_not_patched() -> None:
     assert not tokenprune.is_patched(None) and not tokenprune.is_patched(object())
 
 
 @each("method, target, saved", [("tome", ".*visual.*qkv", None), ("towerdrop", ".*language_model.*q_proj", ["merger"])])
 def test_an_adapter_that_hides_a_hook_is_refused(method: str, target: str, saved: list[str] | None) -> None:
-    """Hooks of the patch stand on the modules below the adapter, and would see the weights without it."""
+    """The patch has hooks on modules below the adapter, which would not see the adapter's weights."""
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = tokenprune.patch(family.build(), method, keep=0.3), family.make_inputs()
-    plain = end(model, inputs)
+    expected = compute_logits(model, inputs)
     config = peft.LoraConfig(target_modules=target, modules_to_save=saved, init_lora_weights=False)
     wrapper = peft.get_peft_model(model, config).eval()
-    for run in (partial(end, wrapper, inputs), lambda: wrapper.generate(**inputs, max_new_tokens=2)):
+    for run in (partial(compute_logits, wrapper, inputs), lambda: wrapper.generate(**inputs, max_new_tokens=2)):
         with pytest.raises(UnsupportedSetupError, match=r"visual\..* was replaced .*peft\..*patch it again"):
             run()
     features = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
     with pytest.raises(UnsupportedSetupError, match="patch it again"):
         model.get_image_features(**features)
     unloaded = wrapper.unload()
-    if saved is None:  # PEFT leaves a copy in the place of what it trained whole
-        assert torch.equal(end(unloaded, inputs), plain)
+    if saved is None:  # PEFT leaves a copy of modules that it trained completely
+        assert torch.equal(compute_logits(unloaded, inputs), expected)
     tokenprune.patch(peft.get_peft_model(model, config).eval(), method, keep=0.3, replace=True)
-    end(model, inputs)
+    compute_logits(model, inputs)
     assert tokenprune.stats(model).keep_ratio < 0.5
 
 
 def replicate(module: nn.Module) -> Any:
-    """Return a replica as nn.DataParallel makes it for a GPU, with parameters of its own."""
+    """Return a replica with copied parameters, as nn.DataParallel creates for a GPU."""
     replica = module._replicate_for_data_parallel()
     for name, parameter in module._parameters.items():
         replica.__dict__[name] = None if parameter is None else parameter.detach().clone()
@@ -220,30 +224,30 @@ def tower_names(model: nn.Module) -> list[str]:
 def test_a_replica_is_refused(name: str, method: str) -> None:
     model, inputs = FAMILIES[name].prepare()
     with tokenprune.patched(model, method, keep=0.4):
-        want = model(**inputs).logits
+        expected = model(**inputs).logits
         with pytest.raises(UnsupportedSetupError, match=r"replica .*DistributedDataParallel"):
             replicate(model)(**inputs)
-        assert torch.equal(model(**inputs).logits, want)
+        assert torch.equal(model(**inputs).logits, expected)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("method", METHODS[:3])
-def test_functional_call_runs_the_weights_that_it_is_given(method: str) -> None:
+def test_functional_call_uses_the_given_weights(method: str) -> None:
     model, inputs = FAMILIES["llava"].prepare()
     other = copy.deepcopy(model)
     weights = {name: torch.zeros_like(other.get_parameter(name)) for name in tower_names(other)}
     for name, weight in weights.items():
         other.get_parameter(name).copy_(weight)
     with tokenprune.patched(model, method, keep=0.4), tokenprune.patched(other, method, keep=0.4):
-        want = other(**inputs).logits
-        got = torch.func.functional_call(model, weights, (), inputs).logits
-        assert torch.equal(got, want) and not torch.equal(model(**inputs).logits, want)
+        expected = other(**inputs).logits
+        actual = torch.func.functional_call(model, weights, (), inputs).logits
+        assert torch.equal(actual, expected) and not torch.equal(model(**inputs).logits, expected)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("method", METHODS[:3])
-def test_a_shallow_copy_and_a_partial_are_the_same_model(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The suite registers a device of its own, which has no memory.
+def test_shallow_copies_and_partials_share_the_patch(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The test suite registers a custom device without memory.
     data_parallel = importlib.import_module("torch.nn.parallel.data_parallel")
     monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
     model, inputs = FAMILIES["llava"].prepare()
@@ -251,11 +255,11 @@ def test_a_shallow_copy_and_a_partial_are_the_same_model(method: str, monkeypatc
     with pytest.raises(UnsupportedModelError, match=r"DataParallel wraps the model\. Patch the model before wrapping"):
         tokenprune.patch(parallel, method)
     with tokenprune.patched(model, method, keep=0.4):
-        want, tokens = model(**inputs).logits, model.generate(**inputs, max_new_tokens=3)
+        expected, tokens = model(**inputs).logits, model.generate(**inputs, max_new_tokens=3)
         other = copy.copy(model)
-        assert torch.equal(other(**inputs).logits, want)
+        assert torch.equal(other(**inputs).logits, expected)
         assert torch.equal(functools.partial(other.generate, max_new_tokens=3)(**inputs), tokens)
-        assert torch.equal(parallel(**inputs).logits, want)  # one process without GPUs makes no replica
+        assert torch.equal(parallel(**inputs).logits, expected)  # a single process without GPUs creates no replica
         assert tokenprune.stats(parallel.module).keep_ratio < 0.6
 
 
@@ -277,7 +281,7 @@ def test_parallel_wrappers_train_as_one_process(method: str, wrapper: str, order
         model.zero_grad()
         logits = run(**inputs).logits[:, -1]
         logits.logsumexp(-1).sum().backward()
-        grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
         return logits, {
             name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()
         }
@@ -297,7 +301,7 @@ def test_parallel_wrappers_train_as_one_process(method: str, wrapper: str, order
     else:
         run = wrap()
         tokenprune.patch(model, method, keep=0.4)
-    got, got_grads = step(run)
-    assert torch.equal(got, logits)
-    assert {name: torch.equal(grad, grads[name]) for name, grad in got_grads.items()} == dict.fromkeys(grads, True)
+    actual, actual_grads = step(run)
+    assert torch.equal(actual, logits)
+    assert {name: torch.equal(grad, grads[name]) for name, grad in actual_grads.items()} == dict.fromkeys(grads, True)
     assert tokenprune.stats(model).keep_ratio < 0.6

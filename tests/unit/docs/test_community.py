@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms for issues, and how a release is built and tried: what GitHub and dev/try_wheel.py will make of these files."""
+"""Issue forms, the release workflow and dev/try_wheel.py."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") 
 TEXTS = [*FORMS, ROOT / ".github/PULL_REQUEST_TEMPLATE.md", ROOT / "CONTRIBUTING.md"]
 
 
-def read(path: Path) -> Any:
-    return yaml.load(path.read_text(), Loader=yaml.BaseLoader)  # "on" is no truth
+def read_yaml(path: Path) -> Any:
+    return yaml.load(path.read_text(), Loader=yaml.BaseLoader)  # the default loader reads the key "on" as True
 
 
 @pytest.fixture(scope="module")
@@ -29,41 +29,44 @@ def try_wheel() -> Any:
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_a_form_is_one_that_github_takes(path: Path) -> None:
-    form = read(path)
+def test_forms_have_the_keys_that_github_requires(path: Path) -> None:
+    form = read_yaml(path)
     assert {"name", "description", "body"} <= form.keys() <= {"name", "description", "body", "labels", "title"}
-    asked = [part for part in form["body"] if part["type"] != "markdown"]
+    questions = [part for part in form["body"] if part["type"] != "markdown"]
     for part in form["body"]:
         assert part["type"] in ("markdown", "textarea", "input", "dropdown", "checkboxes")
         needed = {"markdown": {"value"}, "dropdown": {"label", "options"}, "checkboxes": {"label", "options"}}
         assert needed.get(part["type"], {"label"}) <= part["attributes"].keys()
-    ids, labels = [part["id"] for part in asked], [part["attributes"]["label"] for part in asked]
+    ids, labels = [part["id"] for part in questions], [part["attributes"]["label"] for part in questions]
     assert len(set(ids)) == len(ids) and len(set(labels)) == len(labels)
-    assert any(part.get("validations", {}).get("required") == "true" for part in asked)
+    assert any(part.get("validations", {}).get("required") == "true" for part in questions)
 
 
-def test_there_is_a_form_for_each_of_three() -> None:
+def test_the_three_forms_exist() -> None:
     assert [path.stem for path in FORMS] == ["bug", "method", "model"]
-    (site,) = (part for part in read(ROOT / ".github/ISSUE_TEMPLATE/method.yml")["body"] if part.get("id") == "site")
-    assert [one.description for one in Site] == site["attributes"]["options"][:-1]
+    (site,) = (
+        part for part in read_yaml(ROOT / ".github/ISSUE_TEMPLATE/method.yml")["body"] if part.get("id") == "site"
+    )
+    assert [value.description for value in Site] == site["attributes"]["options"][:-1]
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
-def test_what_they_name_is_there(path: Path) -> None:
+def test_named_files_exist(path: Path) -> None:
     for name in re.findall(r"\b(?:dev|docs|tests|tokenprune|leaderboard)/[\w/-]+\.(?:py|md)\b", path.read_text()):
         assert (ROOT / name).is_file(), name
 
 
-def test_a_release_is_tried_before_it_is_published(try_wheel: Any) -> None:
-    workflow = read(ROOT / ".github/workflows/release.yml")
+def test_the_release_workflow_tries_the_wheel_before_publishing(try_wheel: Any) -> None:
+    workflow = read_yaml(ROOT / ".github/workflows/release.yml")
     assert workflow["on"]["push"] == {"tags": ["v*"]}
     wheel, publish = workflow["jobs"]["wheel"], workflow["jobs"]["publish"]
-    (command,) = (one["run"] for one in wheel["steps"] if "try_wheel.py" in one.get("run", ""))
+    (command,) = (step["run"] for step in wheel["steps"] if "try_wheel.py" in step.get("run", ""))
     arguments = shlex.split(command)
-    assert arguments[:2] == ["python", "dev/try_wheel.py"] and "${{" not in command  # a tag's name is no shell code
+    # the name of a tag is not shell code
+    assert arguments[:2] == ["python", "dev/try_wheel.py"] and "${{" not in command
     args = try_wheel.parser().parse_args(arguments[2:])
     assert (str(args.out), args.extras, args.tag) == ("dist", "app", "$TAG")
-    # Only what publishes may ask for an identity, and it runs nothing of ours.
+    # Only the publishing job may request an identity token, and it runs no code of this repository.
     assert publish["needs"] == "wheel" and publish["permissions"] == {"id-token": "write"}
     assert workflow["permissions"] == {"contents": "read"} and "permissions" not in wheel
     assert all("run" not in step for step in publish["steps"])
@@ -74,7 +77,7 @@ def test_a_release_is_tried_before_it_is_published(try_wheel: Any) -> None:
     assert folders == {"dist/"}
 
 
-def test_a_wheel_of_another_version_than_the_tag_is_refused(try_wheel: Any) -> None:
+def test_a_wheel_must_have_the_version_of_the_tag(try_wheel: Any) -> None:
     version = try_wheel.version_of(Path("dist/tokenprune_vlm-0.2.0.dev1-py3-none-any.whl"))
     assert version == "0.2.0.dev1"
     try_wheel.check_tag(version, "")
@@ -84,14 +87,14 @@ def test_a_wheel_of_another_version_than_the_tag_is_refused(try_wheel: Any) -> N
             try_wheel.check_tag(version, tag)
 
 
-def test_nothing_is_built_beside_what_was_there(try_wheel: Any, tmp_path: Path) -> None:
+def test_build_requires_an_empty_folder(try_wheel: Any, tmp_path: Path) -> None:
     (tmp_path / "tokenprune_vlm-0.1.0.tar.gz").touch()
     with pytest.raises(try_wheel.Failed, match="is not empty"):
         try_wheel.build(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_command_that_fails_is_shown_with_what_it_said(try_wheel: Any, tmp_path: Path) -> None:
+def test_a_failed_command_is_reported_with_its_output(try_wheel: Any, tmp_path: Path) -> None:
     assert try_wheel.run(["sh", "-c", "echo fine"], tmp_path) == "fine\n"
     with pytest.raises(try_wheel.Failed, match="ended with 3:\nbroken"):
         try_wheel.run(["sh", "-c", "echo broken >&2; exit 3"], tmp_path)

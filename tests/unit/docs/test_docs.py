@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README and guides say what the code does."""
+"""README and guides agree with the code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def generator(name: str = "readme"):
 
 
 def test_generated_parts_are_current() -> None:
-    """`python dev/readme.py` would change nothing."""
+    """`python dev/readme.py` changes no file."""
     for page, text in generator().generated().items():
         assert page.read_text() == text, page.name
 
@@ -48,25 +48,25 @@ def test_every_method_has_a_page(name: str) -> None:
         compile(code, path.name, "exec")
 
 
-def test_the_table_of_families_is_current_and_every_page_has_a_method() -> None:
+def test_generated_method_pages_are_current() -> None:
     docs = generator("docs")
     assert all(path.read_text() == text for path, text in docs.generate().items()), "run python dev/docs.py"
     assert {path.stem for path in docs.pages()} == set(tokenprune.available_methods())
 
 
 @each("guide", GUIDES)
-def test_links_lead_somewhere(guide: Path) -> None:
+def test_links_of_pages_exist(guide: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", guide.read_text()):
         assert (guide.parent / target).exists(), target
 
 
 @each("guide", GUIDES)
 def test_python_files_named_on_a_page_exist(guide: Path) -> None:
-    """From the root, or from where the code lies: `base.py`, `families/base.py`; loudest.py is the reader's own."""
+    """Paths start at the root or inside a source folder. loudest.py is a file of the reader."""
     for name in set(re.findall(r"`(?:python )?([\w/]+\.py)\b", guide.read_text())):
         folders = ("dev", "tokenprune", "benchmarks", "demo", "tests/unit", "tests/vllm", "tests/lmms")
-        found = (ROOT / name).is_file() or any(any((ROOT / one).rglob(name)) for one in folders)
-        assert found or name.endswith("loudest.py"), name
+        exists = (ROOT / name).is_file() or any(any((ROOT / folder).rglob(name)) for folder in folders)
+        assert exists or name.endswith("loudest.py"), name
 
 
 def test_the_install_page_lists_every_extra() -> None:
@@ -76,11 +76,11 @@ def test_the_install_page_lists_every_extra() -> None:
         extras |= {f"{folder}[{name}]": packages for name, packages in project.get("optional-dependencies", {}).items()}
     rows = re.findall(r"^\| `(\S+\[[\w-]+\])` \| (.*?) \|", (ROOT / "docs/start/install.md").read_text(), re.MULTILINE)
     assert dict(rows).keys() == extras.keys() and len(rows) == len(dict(rows))
-    for extra, adds in rows:
-        if extra != ".[dev]":  # the test tools are many, the site's too
-            packages = {re.match(r"[\w-]+", one)[0] for one in extras[extra]}
-            for one in adds.lower().split(", "):
-                assert one in packages, f"{extra} adds no {one}"
+    for extra, packages_text in rows:
+        if extra != ".[dev]":  # the test and site tools have many packages
+            packages = {re.match(r"[\w-]+", requirement)[0] for requirement in extras[extra]}
+            for package in packages_text.lower().split(", "):
+                assert package in packages, f"{extra} adds no {package}"
 
 
 def test_the_quickstart_names_exist() -> None:
@@ -104,13 +104,13 @@ def test_the_example_method_of_the_guide_works(build, tmp_path, monkeypatch) -> 
         sys.modules.pop("loudest", None)
 
 
-def test_the_shares_of_virtual_unmerging_are_those_of_the_closed_form() -> None:
+def test_the_shares_of_virtual_unmerging_follow_the_closed_form() -> None:
     """The table of docs/results/methods.md: the size of LLaVA-1.5-7B's decoder, 64 text tokens, a quarter kept."""
     shape = DecoderShape(layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128)
     page = (ROOT / "docs/results/methods.md").read_text()
     for visual in (576, 2880):
-        full, left = 64 + visual, 64 + visual // 4
-        whole = shape.layer_flops(full)
-        unmerged = shape.layer_flops(left, attention=(full / left) ** 2) / whole
-        row = f"| {visual} | a quarter | {unmerged:.0%} | {shape.layer_flops(left) / whole:.0%} |"
+        unpruned, pruned = 64 + visual, 64 + visual // 4
+        unpruned_flops = shape.layer_flops(unpruned)
+        unmerged = shape.layer_flops(pruned, attention=(unpruned / pruned) ** 2) / unpruned_flops
+        row = f"| {visual} | a quarter | {unmerged:.0%} | {shape.layer_flops(pruned) / unpruned_flops:.0%} |"
         assert row.replace("%", " %") in page

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the README shows and promises is true: its code runs and prints that, and each row of its table holds."""
+"""The README and the table of advice: the code runs, and each statement matches a record or the code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADVICE = load_advice()
 CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_readme_is_in_order() -> None:
+def test_the_readme_has_its_parts_in_order() -> None:
     parts = (
         "](docs/images/",
         "make demo",
@@ -45,7 +45,7 @@ def test_the_readme_is_in_order() -> None:
     assert offsets == sorted(offsets)
 
 
-def test_the_first_code_has_eight_lines_and_prints_what_the_readme_says(
+def test_the_first_code_block_prints_the_documented_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = CODE[0]
@@ -55,14 +55,14 @@ def test_the_first_code_has_eight_lines_and_prints_what_the_readme_says(
     assert f"# prints: {capsys.readouterr().out.strip()}\n```" in README
 
 
-def test_the_install_line_brings_the_packages_of_processors_and_of_device_map() -> None:
+def test_the_install_line_includes_torchvision_and_accelerate() -> None:
     (line,) = re.findall(r"^pip install (.*)$", README, re.MULTILINE)
     (extra,) = re.findall(r"'\.\[([\w,-]+)\]'", line)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     packages = {name for part in extra.split(",") for name in project["optional-dependencies"][part]}
-    assert {"torchvision", "accelerate"} <= packages and any(one.startswith("transformers") for one in packages)
-    # Each torchvision requires one torch: as a dependency of the core it could make pip replace the user's torch.
-    assert not any(one.startswith(("torchvision", "transformers")) for one in project["dependencies"])
+    assert {"torchvision", "accelerate"} <= packages and any(package.startswith("transformers") for package in packages)
+    # Each torchvision requires one version of torch. As a core dependency it could make pip replace the user's torch.
+    assert not any(package.startswith(("torchvision", "transformers")) for package in project["dependencies"])
     for page in ("docs/start/install.md", "demo/README.md", "benchmarks/README.md"):
         assert f"pip install {line}" in (ROOT / page).read_text(), page
 
@@ -73,7 +73,7 @@ def test_the_models_that_the_readme_names_load_with_their_processors() -> None:
     assert ran.stdout.splitlines() == ["Qwen2_5_VLProcessor 196 to 49 tokens", "Qwen2_5_VLProcessor 16 to 4 tokens"]
 
 
-def test_a_slower_prefill_is_called_slower() -> None:
+def test_describe_change() -> None:
     gpu = generator("gpu_page")
     words = {pruned: gpu.describe_change(gpu.Line("prefill", 100.0, pruned)) for pruned in (129.0, 104.0, 50.0)}
     assert words == {129.0: "29 % slower", 104.0: "unchanged (1.0x)", 50.0: "2.0x faster"}
@@ -81,73 +81,75 @@ def test_a_slower_prefill_is_called_slower() -> None:
     assert eager.gain < 0.95 and f"A short prompt at batch 1 is {gpu.describe_change(eager)} without" in README
 
 
-def test_a_row_of_the_headline_has_speed_memory_and_accuracy_of_one_record() -> None:
+def test_each_headline_row_comes_from_one_record() -> None:
     front_page = generator("front_page")
     records = front_page.read_records(front_page.HEADLINE)
     table = front_page.headline()
     assert table in README
-    for one in records:
-        if one["record"] != "result" or one["method"] not in ("unpatched", front_page.SHOWN):
+    for record in records:
+        if record["record"] != "result" or record["method"] not in ("unpatched", front_page.SHOWN):
             continue
-        whole = one["method"] == "unpatched"
-        name = "all tokens" if whole else f"`{one['method']}` {one['keep']:g}"
+        is_unpruned = record["method"] == "unpatched"
+        name = "all tokens" if is_unpruned else f"`{record['method']}` {record['keep']:g}"
         (row,) = (row for row in table.splitlines() if row.startswith(f"| {name} |"))
-        right = 100 * one["right"][0].count("1") / len(one["right"][0])
+        right = 100 * record["right"][0].count("1") / len(record["right"][0])
         cells = [cell.strip() for cell in row.strip("|").split("|")]
-        assert cells[1] == f"{one['stats']['visual_tokens_average'] / one['questions']:.0f}"
+        assert cells[1] == f"{record['stats']['visual_tokens_average'] / record['questions']:.0f}"
         assert cells[2].startswith(f"{right:.1f} % [")
-        times = "" if whole else f"{1 / one['timing']['ttft_ratio']['p50']:.2f}x faster"
-        assert cells[3].endswith(" ms") if whole else cells[3] == times
-        assert cells[4] == f"{one['stats']['kv_bytes'] / one['questions'] / 2**20:.1f} MiB"
-        assert cells[5] == f"{one['peak_bytes'] / 2**20:.0f} MiB"
+        times = "" if is_unpruned else f"{1 / record['timing']['ttft_ratio']['p50']:.2f}x faster"
+        assert cells[3].endswith(" ms") if is_unpruned else cells[3] == times
+        assert cells[4] == f"{record['stats']['kv_bytes'] / record['questions'] / 2**20:.1f} MiB"
+        assert cells[5] == f"{record['peak_bytes'] / 2**20:.0f} MiB"
 
 
 @pytest.fixture
 def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """timed(load): the committed records, timed at so much load; returns the module that reads them."""
+    """Return timed(load), which writes the committed records with this load and returns the module that reads them."""
     front_page = generator("front_page")
     records = front_page.read_records(front_page.HEADLINE)
     monkeypatch.setattr(front_page, "ROOT", tmp_path)
     monkeypatch.setattr(front_page, "HEADLINE", tmp_path / "headline.jsonl")
 
-    def at(load: float) -> Any:
-        changed = [{**one, "load": load, "cpus": 2} if one["record"] == "result" else one for one in records]
-        for one in changed:
-            if "timing" in one:
-                one["timing"] = one["timing"] | {"load": load}
+    def write_and_load(load: float) -> Any:
+        changed = [
+            {**record, "load": load, "cpus": 2} if record["record"] == "result" else record for record in records
+        ]
+        for row in changed:
+            if "timing" in row:
+                row["timing"] = row["timing"] | {"load": load}
         front_page.rows.write(front_page.HEADLINE, changed)
         return front_page
 
-    return at
+    return write_and_load
 
 
-def test_a_loaded_row_stays_out_of_the_headline(timed: Any) -> None:
+def test_the_headline_omits_loaded_rows(timed: Any) -> None:
     assert timed(1.0).headline() in README.replace("benchmarks/results/headline.jsonl", "headline.jsonl")
     with pytest.raises(ValueError, match="only rows of a busy machine"):
         timed(9.0).headline()
 
 
 @torch.no_grad()
-# The row with a limit of tokens needs a processor: test_recommend.py.
+# test_recommend.py tests the row with a token limit, which needs a processor.
 @each("case", [case for case in ADVICE if "video" not in case and ADVICE[case].max_visual_tokens is None])
 @each("name", ["qwen2_5_vl", "llava"])
-def test_a_row_about_images_runs_and_keeps_that(case: str, name: str, build) -> None:
+def test_image_advice_runs_and_keeps_the_stated_share(case: str, name: str, build) -> None:
     row = ADVICE[case]
     if checks.find_unsupported_reason(row.setting.steps()[0][0], name):
         assert (case, name) == ("documents", "llava")
         row = ADVICE[row.instead]
-    more = {"guard": "auto"} if row.more else {}  # tiny models have no processor: prompts are not read then
+    options = {"guard": "auto"} if row.more else {}  # tiny models lack a processor, so prompts are not read
     model, inputs = build(FAMILIES[name]), FAMILIES[name].make_inputs()
-    with tokenprune.patched(model, config=row.setting, **more):
+    with tokenprune.patched(model, config=row.setting, **options):
         model(**inputs)
         assert tokenprune.stats(model).keep_ratio == pytest.approx(row.keep, abs=0.15)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", [case for case in ADVICE if "video" in case])
-def test_a_row_about_videos_runs(case: str, build) -> None:
+def test_video_advice_runs(case: str, build) -> None:
     family, row = FAMILIES["qwen2_5_vl"], ADVICE[case]
-    # The tower joins two frames to one, and pevlm reads videos of fewer than 36 of these as ever.
+    # The tower merges pairs of frames, and pevlm changes only videos of 36 or more merged frames.
     model, inputs = build(family), family.make_inputs(images=(0, 0), video=(80, 80))
     with tokenprune.patched(model, config=row.setting):
         model(**inputs)
@@ -157,11 +159,11 @@ def test_a_row_about_videos_runs(case: str, build) -> None:
         assert bool(stats.attention_blocks) != removes
 
 
-def test_the_choice_for_long_prompts_is_linear_in_the_tokens_and_the_other_is_not() -> None:
+def test_the_choice_for_long_prompts_scales_linearly() -> None:
     records = (
         json.loads(line) for line in (ROOT / "benchmarks/results/cpu/scaling.jsonl").read_text().splitlines()[1:]
     )
-    slope = {one["method"]: one["seconds_exponent"] for one in records if one["what"] == "selection"}
+    slope = {record["method"]: record["seconds_exponent"] for record in records if record["what"] == "selection"}
     assert slope[ADVICE["long-prompts"].method] < 1.2 and slope["divprune"] > 1.4
 
 
@@ -172,7 +174,7 @@ def test_the_choices_for_vllm_are_served() -> None:
         check_method(tokenprune.method(ADVICE[name].method))
 
 
-def test_the_page_of_the_server_and_the_recipe_give_the_advice_of_the_table() -> None:
+def test_other_pages_repeat_the_advice_of_the_table() -> None:
     shown = re.findall(
         r"^\| (.*?) \| \[`(\w+)`\].*?, `keep=(.*?)` \|$", (ROOT / "docs/serving/start.md").read_text(), re.MULTILINE
     )
@@ -187,36 +189,38 @@ def test_the_choice_for_pages_is_the_best_measured_on_pages() -> None:
     _, *records = (json.loads(line) for line in (ROOT / "benchmarks/results/pages.jsonl").read_text().splitlines())
     row = ADVICE["documents"]
     right = {
-        one["method"]: one["right"].count("1") for one in records if one.get("keep") == row.keep and "right" in one
+        record["method"]: record["right"].count("1")
+        for record in records
+        if record.get("keep") == row.keep and "right" in record
     }
     assert len(right) > 5 and max(right, key=right.__getitem__) == row.method
 
 
-def test_the_choice_for_ocr_lost_nothing_measured_at_this_keep_and_the_one_for_counting_did() -> None:
+def test_measured_losses_of_the_choices_for_ocr_and_counting() -> None:
     row = ADVICE["signs"]
-    assert lost(row.method, "text", row.keep) <= 2
-    assert lost(ADVICE["counting"].method, "counting", ADVICE["counting"].keep) > 10
+    assert compute_loss(row.method, "text", row.keep) <= 2
+    assert compute_loss(ADVICE["counting"].method, "counting", ADVICE["counting"].keep) > 10
 
 
-def lost(method: str, kind: str, keep: float) -> float:
+def compute_loss(method: str, kind: str, keep: float) -> float:
     """Return the points that a kind of question lost, as in docs/guides/guard.md."""
     table = json.loads((ROOT / "tokenprune/integrations/hf/guard/guard.json").read_text())
-    one = next(one for one in table["methods"][method][kind]["measured"] if one["keep"] == keep)
-    return 100 * (one["unpatched"] - one["share"])
+    measured = next(measured for measured in table["methods"][method][kind]["measured"] if measured["keep"] == keep)
+    return 100 * (measured["unpatched"] - measured["share"])
 
 
 @pytest.mark.parametrize("case", ["follow-up", "server"])
-def test_a_choice_that_other_questions_share_is_safe_with_a_prefix_cache(case: str) -> None:
+def test_choices_for_shared_images_are_safe_with_a_prefix_cache(case: str) -> None:
     info = tokenprune.method_info(ADVICE[case].method)
     assert info.prefix_cache_safe and not info.query_aware
 
 
 @pytest.mark.parametrize("method", [ADVICE["no-attention"].method, ADVICE["general"].method, "dart"])
-def test_choices_without_attention_weights_need_none(method: str) -> None:
+def test_choices_do_not_need_attention_weights(method: str) -> None:
     assert not [need for need in tokenprune.method_info(method).observables if "attention" in need]
 
 
-def test_the_default_is_what_the_readme_says(build) -> None:
+def test_the_default_of_patch_is_documented(build) -> None:
     model = build(FAMILIES["llava"])
     with tokenprune.patched(model):
         assert "tokenprune: divprune(), keep=0.25" in repr(model)
@@ -229,11 +233,11 @@ def test_the_citation_names_authors_and_license_of_the_project() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert cited["license"] == project["license"]
-    assert [one["name"] for one in cited["authors"]] == [one["name"] for one in project["authors"]]
+    assert [author["name"] for author in cited["authors"]] == [author["name"] for author in project["authors"]]
 
 
 @pytest.mark.parametrize("name", ["CITATION.cff", "CONTRIBUTING.md"])
-def test_a_source_distribution_has_it(name: str) -> None:
+def test_a_source_distribution_includes_the_file(name: str) -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
     assert name in listed["only-include"] and (ROOT / name).is_file()
 
@@ -243,4 +247,4 @@ def test_contributing_names_commands_that_exist() -> None:
     for pattern, file, line in ((r"make ([a-z-]+)", "Makefile", "{}:"), (r"dev/check ([a-z-]+)", "dev/check", r"{}\)")):
         commands = (ROOT / file).read_text()
         names = re.findall(pattern, text)
-        assert names and all(re.search(rf"^{line.format(one)}", commands, re.MULTILINE) for one in names), names
+        assert names and all(re.search(rf"^{line.format(name)}", commands, re.MULTILINE) for name in names), names

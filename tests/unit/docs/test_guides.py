@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the code of the guides with shipped models and images, and check the commands that pages show."""
+"""Run the code of the guides with shipped models and images, and check the commands on pages."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def python_blocks(page: Path) -> list[str]:
 
 
 def shell_lines(page: Path) -> Iterator[list[str]]:
-    """Yield the words of each command of the blocks without a language, as a shell would part them."""
+    """Yield the words of each command in blocks without a language, split like a shell."""
     blocks = re.findall(r"^ *```(.*?)\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
     for block in (text for language, text in blocks if not language):
         for line in re.sub(r"\\\n", " ", block).splitlines():
             try:
                 words = shlex.split(line, comments=True)
             except ValueError:
-                continue  # what a program printed
+                continue  # output of a program
             while words:
                 end = words.index("&&") if "&&" in words else len(words)
                 yield words[:end]
@@ -47,12 +47,12 @@ def shell_lines(page: Path) -> Iterator[list[str]]:
 
 
 def run_blocks(blocks: list[str]) -> dict[str, Any]:
-    """Run code of a page with shipped models and images instead of the reader's; return the names it defines."""
+    """Run code blocks with shipped models and images as stand-ins. Return the names that the code defines."""
     names: dict[str, Any] = {}
     for block in blocks:
         for name, stand_in in STAND_INS.items():
             block = block.replace(f'"{name}"', repr(str(stand_in)))
-        assert not re.search(r'https?:|"[\w.-]+/[\w.-]+"', block), "a name in this block has no stand-in"
+        assert not re.search(r'https?:|"[\w.-]+/[\w.-]+"', block), "a name in this block lacks a stand-in"
         exec(compile(block, "block", "exec"), names)
     return names
 
@@ -79,12 +79,12 @@ def test_training_updates_the_adapter(tmp_path: Path, monkeypatch: pytest.Monkey
     names = run_blocks(python_blocks(ROOT / "docs/guides/training.md")[:1])
     assert names["loss"].isfinite() and (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     weights = [p for name, p in names["model"].named_parameters() if "lora_B" in name]
-    assert weights and all(p.abs().max() > 0 for p in weights)  # they start at zero
+    assert weights and all(p.abs().max() > 0 for p in weights)  # LoRA weights start at zero
     assert tokenprune.stats(names["model"].base_model.model).keep_ratio == pytest.approx(0.25)
 
 
 @each("page", [page for page in (*GUIDES, ROOT / "CONTRIBUTING.md") if any(shell_lines(page))])
-def test_commands_of_a_page_have_the_options_that_it_gives_them(page: Path) -> None:
+def test_commands_on_pages_use_existing_options(page: Path) -> None:
     for words in shell_lines(page):
         if words[0] != "tokenprune":
             continue
@@ -93,12 +93,12 @@ def test_commands_of_a_page_have_the_options_that_it_gives_them(page: Path) -> N
             known = command.get_command(typer.Context(command), rest[0])
             assert known is not None, f"{' '.join(words)}: there is no command {rest[0]}"
             command, rest = known, rest[1:]
-        known = {"--help", *(name for one in command.params for name in (*one.opts, *one.secondary_opts))}
-        asked = {word.partition("=")[0] for word in rest if word.startswith("-") and not re.match(r"-\d", word)}
-        assert asked <= known, f"{' '.join(words)}: {command.name} takes no {', '.join(sorted(asked - known))}"
+        known = {"--help", *(name for param in command.params for name in (*param.opts, *param.secondary_opts))}
+        options = {word.partition("=")[0] for word in rest if word.startswith("-") and not re.match(r"-\d", word)}
+        assert options <= known, f"{' '.join(words)}: {command.name} takes no {', '.join(sorted(options - known))}"
 
 
-def test_the_servers_profiles_are_those_that_clients_name() -> None:
+def test_clients_name_the_profiles_of_the_server() -> None:
     from tokenprune.integrations.vllm.settings.configuration import split_server_keys
     from tokenprune.integrations.vllm.settings.parse import parse_setting
     from tokenprune.integrations.vllm.settings.server_config import ServerConfig
@@ -107,7 +107,7 @@ def test_the_servers_profiles_are_those_that_clients_name() -> None:
     (words,) = (words for words in shell_lines(page) if "--served-model-name" in words)
     assert words[:2] == ["vllm", "serve"]
     setting = json.loads(words[words.index("--mm-processor-kwargs") + 1])["tokenprune"]
-    server, offered = split_server_keys(setting)
-    offer = ServerConfig.from_json(offered, parse_setting(server), lambda profile: parse_setting(server, profile))
+    server, rules = split_server_keys(setting)
+    config = ServerConfig.from_json(rules, parse_setting(server), lambda profile: parse_setting(server, profile))
     first, *others = (word for word in words if word.startswith("qwen"))
-    assert [f"{first}:{name}" for name in offer.names] == others
+    assert [f"{first}:{name}" for name in config.names] == others

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front page of the site: what its gallery shows is what the committed script draws and the model answers."""
+"""The front page of the site: its gallery equals the output of the committed script and of the model."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ gallery = generator("gallery")
 RECORDED = json.loads(gallery.OUT.read_text())
 
 
-def test_the_gallery_is_of_the_questions_that_were_fixed_before() -> None:
-    asked = [(one.path.relative_to(ROOT).as_posix(), one.question, method) for one, method in gallery.cells()]
-    assert asked == [(one["image"], one["question"], one["method"]) for one in RECORDED["shown"]]
-    assert len(asked) == len(gallery.CELLS)
+def test_the_gallery_shows_the_fixed_questions() -> None:
+    cells = [
+        (question.path.relative_to(ROOT).as_posix(), question.question, method) for question, method in gallery.cells()
+    ]
+    assert cells == [(cell["image"], cell["question"], cell["method"]) for cell in RECORDED["shown"]]
+    assert len(cells) == len(gallery.CELLS)
 
 
-def test_an_image_of_the_gallery_is_what_the_model_makes_of_it() -> None:
+def test_a_gallery_image_equals_a_new_run() -> None:
     from tokenprune_bench.profiling.model import load_model
 
     subject = load_model("demo_qwen")
     assert subject.weights == RECORDED["weights"], "run python dev/gallery.py"
-    told, _ = gallery.shown(subject, *gallery.cells()[0])
+    cell, _ = gallery.shown(subject, *gallery.cells()[0])
     recorded = dict(RECORDED["shown"][0])
     del recorded["size"]
-    assert told == recorded
+    assert cell == recorded
 
 
 def test_the_page_shows_each_before_and_after_in_order() -> None:
     shown = re.findall(r"\]\((images/gallery/[\w-]+\.webp)\)", PAGE)
     assert len(shown) == 2 * len(RECORDED["shown"]) == len(list(gallery.FOLDER.iterdir()))
     for before, after in zip(shown[::2], shown[1::2], strict=True):
-        with Image.open(ROOT / "docs" / before) as one, Image.open(ROOT / "docs" / after) as other:
-            assert one.size == other.size and max(one.size) <= gallery.SIDE
+        with Image.open(ROOT / "docs" / before) as before_image, Image.open(ROOT / "docs" / after) as after_image:
+            assert before_image.size == after_image.size and max(before_image.size) <= gallery.SIDE
     parts = ("tokenprune.patch(model", "## Start here", "headline:begin", "gallery:begin", "images/sites.svg")
     assert sorted(map(PAGE.index, parts)) == list(map(PAGE.index, parts))
     assert rebased_gallery() in PAGE, "run python dev/readme.py"

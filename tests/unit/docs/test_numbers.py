@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers on pages hold: no placeholders, no times of a loaded machine, and speed beside accuracy at one setting."""
+"""Numbers on pages: no placeholders, no times of a loaded machine, and speed with accuracy of one setting."""
 
 from __future__ import annotations
 
@@ -21,103 +21,105 @@ SPEED = re.compile(
 ACCURACY = re.compile(
     r"\d % (?:of [\d,]+ [\w ]*)?right|% of [\d,]+ questions|answers [\d.]+ %|points lost", re.IGNORECASE
 )
-WHICH = "vision tower included"
+TOWER_INCLUDED = "vision tower included"
 readme = generator()
 front_page, performance, rows = readme.front_page, readme.performance, readme.rows
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """Yield the generated parts of all pages, by name."""
+def generated_parts() -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of the generated parts of all pages."""
     for page, parts in readme.PAGES.items():
         for name, make in parts.items():
             yield f"{page} {name}", make()
 
 
-def sentences(text: str) -> list[str]:
-    """Return the sentences of a text, each row of a table and each item of a list for itself."""
+def split_sentences(text: str) -> list[str]:
+    """Split a text into sentences. Each table row and list item is separate."""
     lines = (re.split(r"(?<=[.:;!?])\s+(?=[A-Z`*])", line) for line in text.splitlines())
-    return [one for line in lines for one in line]
+    return [sentence for line in lines for sentence in line]
 
 
 @each("page", GUIDES)
-def test_no_page_holds_a_placeholder(page: Path) -> None:
-    found = PLACEHOLDER.search(page.read_text())
-    assert found is None, f"{found[0]!r}: measure it, or take the block away"
+def test_pages_have_no_placeholder(page: Path) -> None:
+    placeholder = PLACEHOLDER.search(page.read_text())
+    assert placeholder is None, f"{placeholder[0]!r}: measure it, or remove the block"
 
 
 def test_generated_parts_hold_no_placeholder() -> None:
-    for name, text in texts():
+    for name, text in generated_parts():
         assert not PLACEHOLDER.search(text), name
 
 
 def test_speed_stands_beside_accuracy_at_one_setting_of_one_model() -> None:
     text = front_page.speed_and_accuracy()
-    both = [one for one in sentences(text) if SPEED.search(one) and ACCURACY.search(one)]
-    assert len(both) == 1 and WHICH in both[0] and "`demo_smol`" in both[0]
+    both = [sentence for sentence in split_sentences(text) if SPEED.search(sentence) and ACCURACY.search(sentence)]
+    assert len(both) == 1 and TOWER_INCLUDED in both[0] and "`demo_smol`" in both[0]
 
 
 def test_no_generated_sentence_gives_speed_and_accuracy_of_two_settings() -> None:
-    """One that gives both says that the tower is included, which only the sentence above can."""
-    for name, text in texts():
-        for one in sentences(text):
-            assert not (SPEED.search(one) and ACCURACY.search(one)) or WHICH in one, f"{name}: {one}"
+    """A sentence with both mentions the tower, which only the sentence tested above does."""
+    for name, text in generated_parts():
+        for sentence in split_sentences(text):
+            assert not (SPEED.search(sentence) and ACCURACY.search(sentence)) or TOWER_INCLUDED in sentence, (
+                f"{name}: {sentence}"
+            )
     assert SPEED.search("prefill x2.2 as fast") and ACCURACY.search("answers 76.1 % of 180 questions right")
 
 
-def test_pages_leave_out_times_of_loaded_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_omit_times_of_loaded_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu").mkdir()
     monkeypatch.setattr(performance, "RESULTS", tmp_path)
     names = {"efficiency": performance.efficiency, "scaling": performance.scaling}
     for name, make in names.items():
         header, records = rows.read(ROOT / f"benchmarks/results/cpu/{name}.jsonl")
-        records = [one for one in records if one["method"] != "unpatched"][:3]
+        records = [record for record in records if record["method"] != "unpatched"][:3]
         for load in (1.0, 9.0):
-            lines = [{**one, "load": load, "cpus": 2} for one in records]
-            for one in lines:
-                one.pop("loaded", None)
+            lines = [{**record, "load": load, "cpus": 2} for record in records]
+            for record in lines:
+                record.pop("loaded", None)
             rows.write(tmp_path / f"cpu/{name}.jsonl", [header, *lines])
             assert (f"| `{records[0]['method']}` |" in make()) == (load == 1.0), (name, load)
-        assert make() == ""  # no empty table
+        assert make() == ""  # the empty table is omitted
         lines[0]["load"] = 1.0
         rows.write(tmp_path / f"cpu/{name}.jsonl", [header, *lines])
         assert f"| `{records[0]['method']}` |" in make() and "load at most 1" in make()
 
 
-def test_times_to_the_first_token_are_of_cpu_time_where_rows_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loaded_rows_show_cpu_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, path = readme.tower_page, ROOT / "benchmarks/results/cpu/first_token.jsonl"
     header, records = rows.read(path)
     monkeypatch.setattr(page, "ROOT", tmp_path)
     monkeypatch.setattr(page, "FIRST_TOKEN", {tmp_path / "times.jsonl": "A model"})
-    cut = next(one for one in records if one["way"] == "tome, in every block")
+    cut = next(record for record in records if record["way"] == "tome, in every block")
     for load in (1.0, 9.0):
-        rows.write(tmp_path / "times.jsonl", [header, *({**one, "load": load, "cpus": 2} for one in records)])
+        rows.write(tmp_path / "times.jsonl", [header, *({**record, "load": load, "cpus": 2} for record in records)])
         wall, cpu = f"{cut['times']:.2f} ({cut['least']:.2f}–{cut['most']:.2f})", f"| {cut['cpu']:.2f} |"
         assert (wall in page.first_token(), cpu in page.first_token()) == (load == 1.0, load == 9.0)
         assert ("s unpatched" in page.first_token()) == (load == 1.0)
 
 
-def test_a_number_about_choosing_comes_from_the_raw_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_times_come_from_the_raw_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evidence = generator("evidence")
     header, records = rows.read(ROOT / "benchmarks/results/cpu/scaling.jsonl")
     (tmp_path / "cpu").mkdir()
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    for load, told in ((1.0, True), (9.0, False)):
-        lines = [{**one, "load": load, "cpus": 2} for one in records]
-        for one in lines:
-            if (one["what"], one["method"]) == ("selection", "divprune"):
-                one["points"]["32768"]["seconds"] = 3.125
+    for load, is_shown in ((1.0, True), (9.0, False)):
+        lines = [{**record, "load": load, "cpus": 2} for record in records]
+        for record in lines:
+            if (record["what"], record["method"]) == ("selection", "divprune"):
+                record["points"]["32768"]["seconds"] = 3.125
         rows.write(tmp_path / "cpu/scaling.jsonl", [header, *lines])
-        found = [one["told"] for one in evidence.choosing(lambda *args, **_: {"told": args[3]})]
-        assert bool(found) == told and all("`divprune` 3125 ms" in one for one in found)
+        numbers = [entry["told"] for entry in evidence.choosing(lambda *args, **_: {"told": args[3]})]
+        assert bool(numbers) == is_shown and all("`divprune` 3125 ms" in text for text in numbers)
 
 
-def test_times_of_the_shipped_benchmark_are_of_quiet_rows() -> None:
+def test_times_of_the_shipped_benchmark_come_from_quiet_rows() -> None:
     pages = readme.accuracy_pages
     for path in (pages.BENCH, pages.VIDEOS):
         shown = {(row.method, row.keep) for row in pages.results_of(path).rows if row.timing}
         _, records = rows.read(path)
-        taken = [one for one in records if one.get("timing")]
-        assert shown == {(one["method"], one["keep"]) for one in taken if not rows.is_loaded(one)}
-        assert all(one["timing"]["load"] <= one["environment"]["cores"] for one in taken if not rows.is_loaded(one))
+        timed = [record for record in records if record.get("timing")]
+        assert shown == {(record["method"], record["keep"]) for record in timed if not rows.is_loaded(record)}
+        assert all(
+            record["timing"]["load"] <= record["environment"]["cores"] for record in timed if not rows.is_loaded(record)
+        )

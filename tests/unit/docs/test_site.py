@@ -31,7 +31,7 @@ NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 
 
 def pages(entry: Any) -> Iterator[str]:
-    """The pages of a part of mkdocs' nav."""
+    """Yield the pages of an entry of the mkdocs navigation."""
     if isinstance(entry, str):
         yield entry
     else:
@@ -41,7 +41,7 @@ def pages(entry: Any) -> Iterator[str]:
 
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """dev/mkdocs_hooks.py. (mkdocs itself is not in this environment.)"""
+    """Import dev/mkdocs_hooks.py. mkdocs is not installed in this environment."""
     monkeypatch.setitem(sys.modules, "mkdocs", types.SimpleNamespace())
     monkeypatch.setitem(sys.modules, "mkdocs.structure", types.SimpleNamespace())
     files = types.SimpleNamespace(File=object, Files=object)
@@ -56,16 +56,16 @@ def test_every_page_is_in_the_navigation_or_linked_from_its_overview() -> None:
     written = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
     assert not [page for page in listed if "/" in page and Path(page) not in written]
     for page in [*written, *(path.relative_to(ROOT / "docs") for path in NOTEBOOKS)]:
-        if page.as_posix() in listed or page.parts[0] == "methods":  # dev/docs.py writes the overview of methods
+        if page.as_posix() in listed or page.parts[0] == "methods":  # dev/docs.py generates the overview of methods
             continue
         overview = ROOT / "docs" / page.parent / "README.md"
         assert f"]({page.name})" in overview.read_text(), page
 
 
-def test_nothing_is_fetched_from_elsewhere() -> None:
-    """No fonts; `strict` finds the rest: a script or style that is not in docs/."""
+def test_the_site_loads_no_external_files() -> None:
+    """No external fonts, scripts or styles. mkdocs' strict mode checks the files in docs/."""
     assert SITE["theme"]["font"] is False
-    assert not [one for one in (*SITE.get("extra_css", ()), *SITE.get("extra_javascript", ())) if "//" in str(one)]
+    assert not [url for url in (*SITE.get("extra_css", ()), *SITE.get("extra_javascript", ())) if "//" in str(url)]
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -73,7 +73,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     documented = re.findall(r"^::: (tokenprune\S+)$", text, re.MULTILINE)
     homes = {name: tokenprune._MODULE_OF[name] for name in tokenprune.__all__ if name != "__version__"}
     modules = {getattr(tokenprune, name).__name__: getattr(tokenprune, name) for name in MODULES}
-    # What a public module or another distribution has stands there under its own name.
+    # Names of public modules and of other distributions are documented under their own module.
     public = {
         f"{'tokenprune' if home.startswith('tokenprune.') and home not in modules else home}.{name}"
         for name, home in homes.items()
@@ -85,15 +85,15 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 @each("path", sorted((ROOT / "docs").rglob("*.md")))
-def test_lists_and_tables_begin_after_an_empty_line(path: Path) -> None:
-    """GitHub shows them as lists either way, the site's Markdown as text. Fences in lists need four spaces."""
+def test_lists_and_tables_follow_an_empty_line(path: Path) -> None:
+    """GitHub renders such lists, but the Markdown of the site shows text. Fences in lists need four spaces."""
     text = re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert not re.findall(r"^(?![-*|#\s]|\d+\. ).+\n(?=(?:[-*]|\d+\.) |\|)", text, re.MULTILINE)
     assert not re.findall(r"^ {1,3}```", path.read_text(), re.MULTILINE)
 
 
 @each("path", NOTEBOOKS)
-def test_notebooks_are_committed_bare(path: Path) -> None:
+def test_notebooks_are_committed_without_outputs(path: Path) -> None:
     text = path.read_text()
     assert generator("notebooks").stripped(text) == text, "run python dev/notebooks.py"
     assert not re.search(r"/(home|root|tmp|work|Users)/|[A-Z]:\\\\", text)
@@ -104,21 +104,23 @@ def test_notebooks_are_committed_bare(path: Path) -> None:
         assert (path.parent / target).exists(), target
 
 
-def test_the_page_of_a_notebook_shows_the_outputs_that_were_kept(hooks: Any) -> None:
-    made = generator("notebook_outputs")
-    kept = [path for path in NOTEBOOKS if (made.OUTPUTS / path.stem).is_dir()]
+def test_the_page_of_a_notebook_shows_stored_outputs(hooks: Any) -> None:
+    notebook_outputs = generator("notebook_outputs")
+    kept = [path for path in NOTEBOOKS if (notebook_outputs.OUTPUTS / path.stem).is_dir()]
     assert [path.stem for path in kept] == ["tour"]
     for path in kept:
-        folder, cells = made.OUTPUTS / path.stem, json.loads(path.read_text())["cells"]
+        folder, cells = notebook_outputs.OUTPUTS / path.stem, json.loads(path.read_text())["cells"]
         text = hooks.as_markdown(path)
-        assert (folder / "code.sha256").read_text() == made.digest(cells), f"python dev/notebook_outputs.py {path.stem}"
-        outputs = {one for one in folder.iterdir() if one.suffix != ".sha256"}
+        assert (folder / "code.sha256").read_text() == notebook_outputs.digest(cells), (
+            f"python dev/notebook_outputs.py {path.stem}"
+        )
+        outputs = {file for file in folder.iterdir() if file.suffix != ".sha256"}
         code = {cell["id"]: "".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"}
-        assert len(outputs) > 9 and {one.stem for one in outputs} <= set(code)
-        for one in outputs:
-            after = text[text.index(code[one.stem]) + len(code[one.stem]) :].split("```python")[0]
-            said = f"](../images/{path.stem}/{one.name})" if one.suffix == ".webp" else one.read_text()
-            assert said in after, one.name
+        assert len(outputs) > 9 and {file.stem for file in outputs} <= set(code)
+        for file in outputs:
+            after = text[text.index(code[file.stem]) + len(code[file.stem]) :].split("```python")[0]
+            expected = f"](../images/{path.stem}/{file.name})" if file.suffix == ".webp" else file.read_text()
+            assert expected in after, file.name
 
 
 def linked_files(hooks: Any) -> set[str]:
@@ -128,47 +130,45 @@ def linked_files(hooks: Any) -> set[str]:
 
 
 def test_no_page_links_to_markdown_outside_the_navigation(hooks: Any) -> None:
-    """The site would build such a file as a page, with links that lead nowhere, and `make docs` fails on it."""
+    """The site would build such a file as a page with broken links, and `make docs` would fail."""
     linked = linked_files(hooks)
     assert len(linked) > 50
     assert not [uri for uri in linked if uri.startswith("files/") and uri.endswith((".md", ".ipynb"))]
 
 
-def page_of(hooks: Any, uri: str, text: str) -> str:
+def build_page(hooks: Any, uri: str, text: str) -> str:
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=uri))
     return hooks.on_page_markdown(text, page=page, config={}, files=None)
 
 
-def test_a_method_page_has_head_and_docstring_of_its_method(hooks: Any) -> None:
-    """The hook finds the module by its name, in whatever folder it lies."""
+def test_a_method_page_includes_generated_parts(hooks: Any) -> None:
+    """The hook finds the module of a method by its name, in any folder."""
     for name in tokenprune.available_methods():
         assert hooks.module_of(name) == tokenprune.method_info(name).cls.__module__
-    made = page_of(hooks, "methods/dart.md", "# DART, a method\n\nWhat it does.\n\nText of ours.\n")
+    page = build_page(hooks, "methods/dart.md", "# DART, a method\n\nWhat it does.\n\nText of ours.\n")
     parts = ("# DART, a method\n", "What it does.", "![Tokens that dart keeps", "| `dart` | 95.2 |", "Text of ours.")
     parts += ("## At a glance", "| source | arXiv", "| `pivot_image` | `4` | an int >= 1 | Number of visual pivots.")
     parts += ("## Reference", "::: tokenprune.methods.in_llm.dart")
-    places = [made.index(part) for part in parts]
-    assert places == sorted(places) and made.count("| `exact` |") == 1
+    offsets = [page.index(part) for part in parts]
+    assert offsets == sorted(offsets) and page.count("| `exact` |") == 1
 
 
-def test_a_marker_becomes_what_is_made_of_the_code(hooks: Any) -> None:
-    made = page_of(hooks, "methods/README.md", (ROOT / "docs/methods/README.md").read_text())
-    _, _, made = made.partition("<!-- measured:end -->")
-    assert all(made.count(f"| [`{name}`]({name}.md) |") == 1 for name in tokenprune.available_methods())
-    made = page_of(hooks, "extend/add-a-method.md", (ROOT / "docs/extend/add-a-method.md").read_text())
-    seen = set(tokenprune.selection.available_observables()) - {"hidden", "normed"}
-    assert all(made.count(f"\n| `{name}` |") == 1 for name in seen)
-    assert "| **all of tokenprune** |" in page_of(hooks, "extend/architecture.md", "# A\n\n<!-- made: house -->\n")
-    served = page_of(hooks, "serving/reference.md", (ROOT / "docs/serving/reference.md").read_text())
+def test_markers_are_replaced_by_generated_tables(hooks: Any) -> None:
+    page = build_page(hooks, "methods/README.md", (ROOT / "docs/methods/README.md").read_text())
+    _, _, page = page.partition("<!-- measured:end -->")
+    assert all(page.count(f"| [`{name}`]({name}.md) |") == 1 for name in tokenprune.available_methods())
+    page = build_page(hooks, "extend/add-a-method.md", (ROOT / "docs/extend/add-a-method.md").read_text())
+    observables = set(tokenprune.selection.available_observables()) - {"hidden", "normed"}
+    assert all(page.count(f"\n| `{name}` |") == 1 for name in observables)
+    assert "| **all of tokenprune** |" in build_page(hooks, "extend/architecture.md", "# A\n\n<!-- made: house -->\n")
+    served = build_page(hooks, "serving/reference.md", (ROOT / "docs/serving/reference.md").read_text())
     assert all(served.count(f"| `{name}` |") == 1 for name in SERVED)
     assert all(f"`{name}`" in served and f"| {reason} |" in served for name, reason in REFUSED_IN_VLLM.items())
     with pytest.raises(KeyError, match="nothing"):
-        page_of(hooks, "start/questions.md", "<!-- made: nothing -->")
+        build_page(hooks, "start/questions.md", "<!-- made: nothing -->")
 
 
-def test_lines_of_users_stand_in_front_of_the_changelog(
-    hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_news_precede_the_changelog(hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "ROOT", tmp_path)
     log = "# Changelog\n\n## [0.1.0]\n\n- Old.\n"
     assert hooks.with_news(log) == log
@@ -191,39 +191,39 @@ def test_a_line_of_the_changelog_is_one_bullet(path: Path | None) -> None:
         assert (path.parent / target).exists(), target
 
 
-def test_every_marker_has_its_page(hooks: Any) -> None:
+def test_every_marker_is_used_once(hooks: Any) -> None:
     texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
-    found = [name for text in texts for name in hooks.MARKER.findall(text)]
-    assert sorted(found) == sorted(hooks.MADE)
+    markers = [name for text in texts for name in hooks.MARKER.findall(text)]
+    assert sorted(markers) == sorted(hooks.MADE)
 
 
-def test_the_index_has_each_method_once_and_no_empty_table() -> None:
-    made = generator("docs")
-    text = f"{made.index()}\n{made.comparison()}\n"
+def test_the_index_lists_each_method_once() -> None:
+    docs = generator("docs")
+    text = f"{docs.index()}\n{docs.comparison()}\n"
     assert sorted(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)) == tokenprune.available_methods()
     assert not re.search(r"^\|---.*\n(?!\|)", text, re.MULTILINE)
 
 
-def test_methods_are_described_where_torch_is_not_installed() -> None:
-    """As in the environment of the site: a stand-in for torch that can be imported and has nothing."""
+def test_pages_are_generated_without_torch() -> None:
+    """The environment of the site has an empty stand-in for torch."""
     code = (
         "import sys; sys.modules['torch'] = type(sys)('torch'); sys.path.insert(0, 'dev'); import docs, figure_sites; "
     )
     code += "made = docs.index() + docs.comparison() + docs.observables(); "
     code += "made += ''.join(docs.head(page.stem) for page in docs.pages())"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
-def test_stripping_a_notebook_takes_outputs_and_counts_and_nothing_else() -> None:
+def test_stripping_a_notebook_removes_only_outputs_and_counts() -> None:
     markdown = {"cell_type": "markdown", "id": "a", "metadata": {"tags": ["x"]}, "source": ["# Title"]}
     code = {"cell_type": "code", "execution_count": 3, "id": "b", "metadata": {"execution": {"begin": "now"}}}
     code |= {"outputs": [{"output_type": "stream", "name": "stdout", "text": ["1"]}], "source": ["print(1)"]}
     metadata = {"kernelspec": {"name": "my-venv"}, "language_info": {"name": "python", "version": "3.11.7"}}
-    ran = {"cells": [markdown, code], "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
-    bare = json.loads(generator("notebooks").stripped(json.dumps(ran)))
-    prose, code = bare["cells"]
+    notebook = {"cells": [markdown, code], "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    stripped = json.loads(generator("notebooks").stripped(json.dumps(notebook)))
+    prose, code = stripped["cells"]
     assert prose["source"] == ["# Title"]
     assert (code["outputs"], code["execution_count"], code["source"]) == ([], None, ["print(1)"])
-    assert not code["metadata"] and bare["metadata"]["kernelspec"]["name"] == "python3"
-    assert "3.11.7" not in json.dumps(bare)
+    assert not code["metadata"] and stripped["metadata"]["kernelspec"]["name"] == "python3"
+    assert "3.11.7" not in json.dumps(stripped)

@@ -13,7 +13,7 @@ import tokenprune
 PAGE = (Path(__file__).parents[3] / "docs/reference/stability.md").read_text()
 
 
-def named(heading: str) -> list[str]:
+def read_names(heading: str) -> list[str]:
     """Return the public names in the first paragraph below a heading."""
     paragraph = PAGE.partition(f"\n## {heading}\n\n")[2].partition("\n\n")[0]
     return re.findall(r"`([\w.]+)`", paragraph)
@@ -21,12 +21,12 @@ def named(heading: str) -> list[str]:
 
 def test_every_public_name_is_in_one_tier() -> None:
     public = {*tokenprune.__all__, *(f"tokenprune.{module}" for module in tokenprune._MODULES)} - {"__version__"}
-    stable, experimental = named("Stable"), named("Experimental")
+    stable, experimental = read_names("Stable"), read_names("Experimental")
     assert sorted([*stable, *experimental]) == sorted(public)
     assert set(stable) == tokenprune._STABLE | {"tokenprune.errors"}
 
 
-def test_public_modules_are_found_without_an_import_of_their_own() -> None:
+def test_public_modules_are_attributes_of_the_package() -> None:
     for module in tokenprune._MODULES:
         code = f"import tokenprune; assert tokenprune.{module}.__all__ and {module!r} in dir(tokenprune)"
         subprocess.run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code], check=True)

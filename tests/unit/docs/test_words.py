@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The field's words, one meaning each: replaced words do not come back, and a docstring opens with a verb or a noun."""
+"""Replaced words of the project must not return, docstrings start with a verb or noun, and class names are unique."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from each import each
 
 ROOT = Path(__file__).parents[3]
 
-# Pattern (case counts, unless it says otherwise), and what to use instead.
+# (pattern, replacement). Patterns are case-sensitive unless they contain (?i).
 WORDS = (
     (r"(?i)picture", "image"),
     (r"(?i)film", "video"),
@@ -31,7 +31,7 @@ WORDS = (
     (r"\bsettled\(", "finalize("),
     (r"\b(Subject|Outlook)\b", "Model, Estimate"),
 )
-# Only in code.
+# checked only in packages
 CODE_WORDS = (
     (r"\b_?told\b", "a noun: record, host_args, tower_output; or the active verb"),
     (r"\bspelt\b", "canonical_spec, spelled"),
@@ -40,8 +40,7 @@ CODE_WORDS = (
     (r"\breads_less\b", "fallback_options"),
     (r"\.without\((unknown|missing)\b", "fallback_hint("),
 )
-# What may stay, by the end of a file's path: words of users' questions, keys and names of files of data, which readers
-# of those that exist would no longer find.
+# Allowed patterns by the end of a file's path: words in users' questions, and keys or file names of existing data.
 ALLOWED = {
     "view_select.py": (r"image\|picture\|photo", r'"pictures 1 and 3"'),
     "README.md": (r"heldout/pictures/",),
@@ -49,7 +48,7 @@ ALLOWED = {
     "lmms_eval/suite.py": (r'"picture"',),
     "benchmarks/experiments/serving.py": (r"What is in the picture\?",),
     "benchmarks/experiments/studies/guard_proof.py": (r'"pictures": \[FIRST',),
-    # The function of benchmarks/experiments/training/make_heldout.py.
+    # a function of benchmarks/experiments/training/make_heldout.py
     "benchmarks/experiments/studies/tuner_promise.py": (
         r"\bone_of_each\b",
         r"head\['pictures'\]",
@@ -61,20 +60,20 @@ ALLOWED = {
 def find_words(
     text: str, allowed: tuple[str, ...] = (), words: tuple[tuple[str, str], ...] = WORDS
 ) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, word, what to use instead) of a text."""
-    for number, line in enumerate(text.splitlines(), 1):
+    """Yield (line, word, replacement) of a text."""
+    for line_number, line in enumerate(text.splitlines(), 1):
         for pattern in allowed:
             line = re.sub(pattern, "", line)
         for pattern, instead in words:
             for match in re.finditer(pattern, line):
-                yield number, match[0], instead
+                yield line_number, match[0], instead
 
 
 OPENING = re.compile(r"(What|Which|Where|Whether|Who|Whoever|Whose|How|When)\b")
 
 
 def find_openings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, first line) of the docstrings of a module that open with a question word."""
+    """Yield (line, first line) of docstrings that start with a question word."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
@@ -84,28 +83,30 @@ def find_openings(source: str) -> Iterator[tuple[int, str]]:
 
 FOLDERS = ("tokenprune", "benchmarks", "demo", "dev")
 PACKAGES = ("tokenprune", "benchmarks/tokenprune_bench", "demo/tokenprune_demo")
-SHARED_CLASS_NAMES = {"Plan"}  # of two classes
-TRAINING = ROOT / "benchmarks/experiments/training"  # its data are pictures that were drawn
+SHARED_CLASS_NAMES = {"Plan"}  # two classes share this name
+TRAINING = ROOT / "benchmarks/experiments/training"  # its data are drawn pictures
 
 
-def files() -> list[Path]:
+def list_files() -> list[Path]:
     code = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     code = [path for path in code if not path.is_relative_to(TRAINING)]
     pages = [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "docs/notebooks").glob("*.ipynb"))]
     return [*code, *pages, ROOT / "README.md"]
 
 
-def package_files() -> list[Path]:
+def list_package_files() -> list[Path]:
     return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def allowed_in(path: Path) -> tuple[str, ...]:
-    return tuple(one for end, patterns in ALLOWED.items() if path.as_posix().endswith("/" + end) for one in patterns)
+def find_allowed(path: Path) -> tuple[str, ...]:
+    return tuple(
+        pattern for end, patterns in ALLOWED.items() if path.as_posix().endswith("/" + end) for pattern in patterns
+    )
 
 
-def test_old_words_do_not_come_back() -> None:
-    texts = [(path, WORDS, allowed_in(path)) for path in files()]
-    texts += [(path, CODE_WORDS, ()) for path in package_files()]
+def test_replaced_words_are_not_used() -> None:
+    texts = [(path, WORDS, find_allowed(path)) for path in list_files()]
+    texts += [(path, CODE_WORDS, ()) for path in list_package_files()]
     old = [
         f"{path.relative_to(ROOT)}:{line}: {word!r}; use {instead}"
         for path, words, allowed in texts
@@ -117,15 +118,15 @@ def test_old_words_do_not_come_back() -> None:
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     openings = [
         f"{path.relative_to(ROOT)}:{line}: {text}"
-        for path in package_files()
+        for path in list_package_files()
         for line, text in find_openings(path.read_text())
     ]
     assert not openings, "\n".join(openings)
 
 
-def test_a_name_means_one_class() -> None:
+def test_class_names_are_unique() -> None:
     homes: dict[str, list[str]] = {}
-    for path in package_files():
+    for path in list_package_files():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
@@ -134,14 +135,14 @@ def test_a_name_means_one_class() -> None:
 
 
 @each("end", ALLOWED)
-def test_what_is_allowed_is_there(end: str) -> None:
-    """An entry that nothing needs any more leaves."""
-    texts = [path.read_text() for path in files() if path.as_posix().endswith("/" + end)]
-    unused = [one for one in ALLOWED[end] if not any(re.search(one, text) for text in texts)]
-    assert texts and not unused, f"take {unused or end} out of ALLOWED"
+def test_exceptions_are_used(end: str) -> None:
+    """Remove exceptions that no file needs."""
+    texts = [path.read_text() for path in list_files() if path.as_posix().endswith("/" + end)]
+    unused = [pattern for pattern in ALLOWED[end] if not any(re.search(pattern, text) for text in texts)]
+    assert texts and not unused, f"remove {unused or end} from ALLOWED"
 
 
-def test_a_word_is_found_with_its_line_and_what_to_use() -> None:
+def test_find_words() -> None:
     assert list(find_words("An image.\nTwo LostPictures, a film, the how-manieth\nA picture.")) == [
         (2, "Picture", "image"), (2, "film", "video"), (2, "how-manieth", "index of this ... in ..."),
         (3, "picture", "image"),

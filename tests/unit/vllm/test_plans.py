@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that the front hands to the worker, the rows of features that a plan keeps, and batches of the encoder."""
+"""Plans that the front end sends to the worker, the rows that a plan keeps, and batches of the encoder."""
 
 from __future__ import annotations
 
@@ -30,62 +30,62 @@ from tokenprune.settings import Setting
 from tokenprune.testing import visual_tokens
 
 
-def text_of(pieces: str) -> tuple[Run, ...]:
-    """pieces: "#" for a placeholder (id 9), other letters for text."""
+def split_runs(pieces: str) -> tuple[Run, ...]:
+    """Split a text into runs: "#" is a placeholder (id 9), other letters are text."""
     return find_runs([9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces])
 
 
-def plan(setting: Setting, pieces: str, per_run: bool = False) -> Plan:
-    return Plan.build(setting, text_of(pieces), per_run)
+def build_plan(setting: Setting, pieces: str, per_run: bool = False) -> Plan:
+    return Plan.build(setting, split_runs(pieces), per_run)
 
 
-def test_a_plan_survives_the_journey() -> None:
-    one = plan(served(Random(4), 3), "a####b####c", per_run=True)
-    assert Plan.decode(one.encode()) == one
-    assert Plan.decode(plan(OFF, "####").encode()).setting == OFF
+def test_plans_round_trip() -> None:
+    original = build_plan(served(Random(4), 3), "a####b####c", per_run=True)
+    assert Plan.decode(original.encode()) == original
+    assert Plan.decode(build_plan(OFF, "####").encode()).setting == OFF
 
 
 def test_a_plan_of_placeholders_that_pixels_chose() -> None:
     chosen = (False, True, True, False, True, False, False, False)
-    one = dataclasses.replace(plan(served(PixelPrune(), 0.5), "s####/####e"), kept=chosen)
-    assert one.keep == [3] and one.reduces and one.rows == 4  # and the break between
-    assert one.reduced() == [ord("s"), *[9] * 4, ord("e")]
-    again = Plan.decode(one.encode())
-    assert again == one and again.mask.tolist() == list(chosen)
-    assert not dataclasses.replace(one, kept=(True,) * 8).reduces
+    original = dataclasses.replace(build_plan(served(PixelPrune(), 0.5), "s####/####e"), kept=chosen)
+    assert original.keep == [3] and original.reduces and original.rows == 4  # and the break between the halves
+    assert original.reduced() == [ord("s"), *[9] * 4, ord("e")]
+    decoded = Plan.decode(original.encode())
+    assert decoded == original and decoded.mask.tolist() == list(chosen)
+    assert not dataclasses.replace(original, kept=(True,) * 8).reduces
 
 
-def test_decoded_plans_are_kept_by_their_size() -> None:
+def test_the_cache_of_decoded_plans_is_limited_by_size() -> None:
     _decoded.clear()
-    data = [plan(served(DivPrune(), 0.5), f"#{letter}" * 30_000).encode() for letter in "abcdefghi"]
-    for one in data:
-        Plan.decode(one)
+    data = [build_plan(served(DivPrune(), 0.5), f"#{letter}" * 30_000).encode() for letter in "abcdefghi"]
+    for encoded in data:
+        Plan.decode(encoded)
     assert 1 <= len(_decoded) < 9 and _decoded.currsize <= _decoded.maxsize == 64 * 2**20
     assert Plan.decode(data[-1]) is Plan.decode(data[-1]), "it is decoded each time"
     _decoded.clear()
 
 
-class Touched(list):
-    """Counts what is read of it one by one."""
+class CountedList(list):
+    """Counts the items that an iteration reads."""
 
     read = 0
 
     def __iter__(self):
-        for one in super().__iter__():
+        for item in super().__iter__():
             self.read += 1
-            yield one
+            yield item
 
 
-def test_a_plan_costs_what_its_runs_do() -> None:
-    """Not what its tokens do: of a long video it holds, sends and reads a few numbers."""
-    tokens = Touched([9] * 100_000)
+def test_the_size_of_a_plan_depends_on_its_runs() -> None:
+    """A plan stores runs, so the plan of a long video contains only a few numbers."""
+    tokens = CountedList([9] * 100_000)
     long = Plan.build(served(DivPrune(), 0.5), find_runs(tokens), False)
     assert tokens.read == 0 and long.text == ((9, True, 100_000),)
-    again = Plan.decode(long.encode())
-    assert again == long and len(long.encode()) < 200
-    assert (again.rows, again.span, again.placeholder, again.is_plain) == (50_000, (0, 100_000), 9, True)
-    assert not {"is_embed", "tokens"} & set(vars(again)), "each token is written out"
-    stamped = plan(served(DivPrune(), 0.5), ("ab" + "#" * 50) * 3)
+    decoded = Plan.decode(long.encode())
+    assert decoded == long and len(long.encode()) < 200
+    assert (decoded.rows, decoded.span, decoded.placeholder, decoded.is_plain) == (50_000, (0, 100_000), 9, True)
+    assert not {"is_embed", "tokens"} & set(vars(decoded)), "each token is written out"
+    stamped = build_plan(served(DivPrune(), 0.5), ("ab" + "#" * 50) * 3)
     assert stamped.text == ((97, False, 1), (98, False, 1), (9, True, 50)) * 3 and not stamped.is_plain
     assert find_runs([9, 9, 9, 9], [True, True, False, True]) == ((9, True, 2), (9, False, 1), (9, True, 1))
     assert stamped.tokens == [97, 98, *[9] * 50] * 3 and stamped.is_embed.tolist() == [False, False, *[True] * 50] * 3
@@ -94,34 +94,34 @@ def test_a_plan_costs_what_its_runs_do() -> None:
 def test_reduced_prompts() -> None:
     half = served(DivPrune(), 0.5)
     nine = [9]
-    assert plan(half, "########").reduced() == nine * 4
-    assert plan(half, "s########e").reduced() == [ord("s"), *nine * 4, ord("e")]
-    # The break within the image needs a place too, and nothing tells which.
-    broken = plan(half, "s####/####e")
+    assert build_plan(half, "########").reduced() == nine * 4
+    assert build_plan(half, "s########e").reduced() == [ord("s"), *nine * 4, ord("e")]
+    # The break inside the image needs a token, too, because its offset after pruning is unknown.
+    broken = build_plan(half, "s####/####e")
     assert broken.counts == [8] and broken.between == 1
     assert broken.reduced() == [ord("s"), *nine * 5, ord("e")]
-    tiles = plan(half, "s####/######e", per_run=True)
-    # Each tile's own number is known, so the text between them stays what it is.
+    tiles = build_plan(half, "s####/######e", per_run=True)
+    # The kept count of each tile is known, so the text between tiles is unchanged.
     assert tiles.counts == [4, 6] and tiles.keep == [2, 3] and tiles.rows == 5
     assert tiles.reduced() == [ord("s"), *nine * 2, ord("/"), *nine * 3, ord("e")]
-    assert not plan(OFF, "s####/####e").reduces and not plan(served(DivPrune(), 1.0), "##").reduces
+    assert not build_plan(OFF, "s####/####e").reduces and not build_plan(served(DivPrune(), 1.0), "##").reduces
 
 
-def test_a_video_whose_frames_are_compared() -> None:
+def test_plans_of_videos() -> None:
     evs = parse_setting({"method": "evs", "keep": 0.5})
-    for pieces, number, behind, sizes in (
+    for pieces, num_frames, num_behind, sizes in (
         ("a############", 3, 0, [4, 4, 4]), ("#############", 3, 1, [4, 4, 4]), ("s####t####u####e", 3, 0, [4, 4, 4]),
         ("####", 1, 0, [4]),
     ):  # fmt: skip
-        one, count = Plan.build(evs, text_of(pieces), False, number, behind), pieces.count("#")
-        assert one.counts == [count] and one.keep == [round(count / 2)]
-        assert one.frame_sizes(behind) == [sizes] and Plan.decode(one.encode()) == one
-    for number, behind in ((5, 0), (0, 0), (3, 1), (13, 0)):
-        with pytest.raises(OptionError, match=f"the 12 tokens of this one do not split into {number} frames"):
-            Plan.build(evs, find_runs([9] * 12), False, number, behind)
-    # Other methods ask for no frames, and images are left as they are.
-    assert plan(parse_setting({"method": "divprune"}), "####").frame_sizes(0) == [None]
-    assert not plan(settings_of_items(evs, "image", 1)[0], "####").reduces
+        video_plan, count = Plan.build(evs, split_runs(pieces), False, num_frames, num_behind), pieces.count("#")
+        assert video_plan.counts == [count] and video_plan.keep == [round(count / 2)]
+        assert video_plan.frame_sizes(num_behind) == [sizes] and Plan.decode(video_plan.encode()) == video_plan
+    for num_frames, num_behind in ((5, 0), (0, 0), (3, 1), (13, 0)):
+        with pytest.raises(OptionError, match=f"the 12 tokens of this one do not split into {num_frames} frames"):
+            Plan.build(evs, find_runs([9] * 12), False, num_frames, num_behind)
+    # Other methods do not use frames, and a video method does not prune images.
+    assert build_plan(parse_setting({"method": "divprune"}), "####").frame_sizes(0) == [None]
+    assert not build_plan(settings_of_items(evs, "image", 1)[0], "####").reduces
     with pytest.raises(BudgetError, match="the whole video has one budget"):
         parse_setting({"method": "evs", "keep": 0.5, "per": "frame"})
 
@@ -130,54 +130,60 @@ DROPPING = [method for method in (registry.build(name, {}) for name in served_me
 
 
 @each("name", [method.name for method in DROPPING if compares_frames(method)])
-def test_rows_of_videos_are_those_of_the_method(name: str) -> None:
+def test_kept_rows_of_videos_equal_the_method(name: str) -> None:
     rows = torch.randn(13, 10, generator=torch.Generator().manual_seed(1))
     segments = build_segments([13], (3, 2, 2), "video", rows.device, frames=[[4, 4, 4]])
     method = registry.build(name, {})
-    stays, out = choose(method, rows, 6, segments, [7])
-    want = method.select(visual_tokens(rows[:, :6], keep=[7], frames=[[4, 4, 4]], modality="video"))
-    assert torch.equal(stays, want.keep[0]) and bool(stays[-1]) and torch.equal(out, rows)
+    kept, out = choose(method, rows, 6, segments, [7])
+    expected = method.select(visual_tokens(rows[:, :6], keep=[7], frames=[[4, 4, 4]], modality="video"))
+    assert torch.equal(kept, expected.keep[0]) and bool(kept[-1]) and torch.equal(out, rows)
 
 
 @each("name", ["random", "uniform", "pool", "divprune"])
 @each("counts", [[16], [12], [4, 4, 9]])
-def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
-    """Against a loop over the segments; columns beyond the width follow with the same weights."""
+def test_kept_rows_equal_the_method(name: str, counts: list[int]) -> None:
+    """Compare with a loop over the segments. Columns beyond the width are merged with the same weights."""
     method = registry.build(name, {})
     rows = torch.randn(sum(counts), 10, generator=torch.Generator().manual_seed(1))
     keep = [max(1, count // 3) for count in counts]
-    stays, out = choose(method, rows, 6, build_segments(counts, None, "image", rows.device), keep)
+    kept, out = choose(method, rows, 6, build_segments(counts, None, "image", rows.device), keep)
     start = 0
-    for index, (count, number) in enumerate(zip(counts, keep, strict=True)):
-        own = rows[start : start + count]
-        alone = build_segments([count], None, "image", rows.device)
-        if name == "random":  # draws by the segment's place
-            alone.ordinal[0] = index
-        selection = method.select(tokenprune.selection.tokens.VisualTokens(alone, [number], _Hidden(own[None, :, :6])))
-        assert stays[start : start + count].tolist() == selection.keep[0].tolist()
-        for place in selection.keep[0].nonzero().flatten().tolist():
-            members = [place] if selection.assign is None else (selection.assign[0] == place).nonzero().flatten()
-            torch.testing.assert_close(out[start + place], own[members].mean(0))
+    for index, (count, num_kept) in enumerate(zip(counts, keep, strict=True)):
+        segment_rows = rows[start : start + count]
+        segment = build_segments([count], None, "image", rows.device)
+        if name == "random":  # draws by the segment's index
+            segment.ordinal[0] = index
+        selection = method.select(
+            tokenprune.selection.tokens.VisualTokens(segment, [num_kept], _Hidden(segment_rows[None, :, :6]))
+        )
+        assert kept[start : start + count].tolist() == selection.keep[0].tolist()
+        for token_index in selection.keep[0].nonzero().flatten().tolist():
+            members = (
+                [token_index] if selection.assign is None else (selection.assign[0] == token_index).nonzero().flatten()
+            )
+            torch.testing.assert_close(out[start + token_index], segment_rows[members].mean(0))
         start += count
 
 
 def test_every_frame_has_its_budget() -> None:
     half, frames = served(DivPrune(), 0.5), served(DivPrune(), 0.5, per="frame")
 
-    def made(setting: Setting, pieces: str, number: int) -> Plan:
-        return Plan.build(setting, text_of(pieces), False, number)
+    def build_video_plan(setting: Setting, pieces: str, num_frames: int) -> Plan:
+        return Plan.build(setting, split_runs(pieces), False, num_frames)
 
-    one = made(frames, "a#############", 3)
-    assert one.counts == [4, 4, 5] and one.keep == [2, 2, 2] and one.reduced() == [ord("a"), *[9] * 6]
-    stamped = made(frames, "a####bc####d####", 3)
+    video_plan = build_video_plan(frames, "a#############", 3)
+    assert (
+        video_plan.counts == [4, 4, 5] and video_plan.keep == [2, 2, 2] and video_plan.reduced() == [ord("a"), *[9] * 6]
+    )
+    stamped = build_video_plan(frames, "a####bc####d####", 3)
     assert stamped.keep == [2, 2, 2] and stamped.between == 0 and stamped.rows == 6
     assert stamped.reduced() == [ord("a"), 9, 9, ord("b"), ord("c"), 9, 9, ord("d"), 9, 9]
-    assert Plan.decode(stamped.encode()) == stamped and Plan.decode(one.encode()) == one
-    assert made(half, "a####bc####d####", 3).counts == [12]
-    assert made(frames, "####b####", 1).counts == [8]
-    for pieces, number in (("####b####", 3), ("####", 5), ("########", 0), ("#####", 3)):
+    assert Plan.decode(stamped.encode()) == stamped and Plan.decode(video_plan.encode()) == video_plan
+    assert build_video_plan(half, "a####bc####d####", 3).counts == [12]
+    assert build_video_plan(frames, "####b####", 1).counts == [8]
+    for pieces, num_frames in (("####b####", 3), ("####", 5), ("########", 0), ("#####", 3)):
         with pytest.raises(OptionError, match='"per": "image"'):
-            made(frames, pieces, number)
+            build_video_plan(frames, pieces, num_frames)
 
 
 class _Hidden(tokenprune.selection.TokenSource):
@@ -205,8 +211,8 @@ def _image_grid(architecture: str, count: int, tower: str = "clip_vision_model")
     return find_image_grid(row, count, config, whole_image=not row.vllm.per_run)
 
 
-def test_only_a_square_is_taken_for_a_square() -> None:
-    """Newlines and several tiles add up to square numbers, too."""
+def test_image_grids_of_architectures() -> None:
+    """Newlines and several tiles can also add up to a square number."""
     assert _image_grid("LlavaForConditionalGeneration", 36) == (1, 6, 6)
     assert _image_grid("LlavaForConditionalGeneration", 36, "pixtral") is None
     assert _image_grid("LlavaForConditionalGeneration", 37) is None
@@ -216,26 +222,26 @@ def test_only_a_square_is_taken_for_a_square() -> None:
         assert _image_grid(f"{name}ForConditionalGeneration", 36) is None
 
 
-def item(count: int) -> dict:
+def build_item(count: int) -> dict:
     class Element:
-        data = plan(served(DivPrune(), 1), "#" * count).encode()
+        data = build_plan(served(DivPrune(), 1), "#" * count).encode()
 
     return {field_name("image"): Element}
 
 
-def test_batches_of_the_encoder_hold_what_was_measured() -> None:
-    """Counted before reduction: the scheduler would let any number of these one-token images through."""
-    items = [("image", item(count)) for count in (4, 4, 4, 20, 1, 9)]
-    made = [[items.index(one) for one in chunk] for chunk in split_by_tokens(items, 10)]
-    assert made == [[0, 1], [2], [3], [4, 5]]
-    seen = []
+def test_batches_of_the_encoder_are_limited() -> None:
+    """Tokens are counted before pruning. The scheduler would accept any number of one-token images."""
+    items = [("image", build_item(count)) for count in (4, 4, 4, 20, 1, 9)]
+    chunks = [[items.index(item) for item in chunk] for chunk in split_by_tokens(items, 10)]
+    assert chunks == [[0, 1], [2], [3], [4, 5]]
+    calls = []
 
     def group_and_batch(mm_kwargs, *, device=None):
-        seen.append((len(mm_kwargs), device))
+        calls.append((len(mm_kwargs), device))
         yield from mm_kwargs
 
     assert list(limit_batches(group_and_batch, 10)(items, device="there")) == items
-    assert seen == [(2, "there"), (1, "there"), (1, "there"), (2, "there")]
+    assert calls == [(2, "there"), (1, "there"), (1, "there"), (2, "there")]
     assert list(split_by_tokens([("image", {})] * 3, 1)) == [
         [("image", {})] * 3
-    ]  # without plans nothing is known, or changed
+    ]  # without plans the batch is unchanged

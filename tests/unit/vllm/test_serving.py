@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the vLLM plugin that need no vLLM: settings, plans, choosing rows. For the engine see tests/vllm/."""
+"""The parts of the vLLM plugin that do not import vLLM: settings, plans and selection. tests/vllm/ tests the engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
 
 
 @each(
-    ("layers", "wanted"),
+    ("layers", "expected"),
     [
         ((SERVER,), served(DivPrune(), 0.25)),
         ((SERVER, {"keep": 0.5}), served(DivPrune(), 0.5)),
@@ -54,11 +54,11 @@ TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
         (({"off": True}, SERVER), served(DivPrune(), 0.25)),
         ((SERVER, {"off": False}), served(DivPrune(), 0.25)),
         (({"method": "random", "seed": 3, "keep": 9}, {"keep": 5}), served(Random(3), 5)),
-        # Another method keeps the budget, and none of the options.
+        # A new method keeps the budget but no options.
         (({"method": "random", "seed": 3, "keep": 9}, {"method": "uniform"}), served(Uniform(), 9)),
         (({"method": "random", "seed": 3}, {"method": "random"}), served(Random(3), 0.25)),
         (({"method": ["pool"]},), served(Pool(), 0.25)),
-        # What acts on pixels, alone and with a method behind the encoder, in any order.
+        # Pixel methods, with and without a method after the encoder, in any order.
         (({"method": "downsample"},), served(pixel_method=Downsample(), share=0.25)),
         ((SERVER, {"method": "dynres", "min_scale": 0.5}), served(pixel_method=DynRes(0.5), share=0.25)),
         ((SERVER, TWO), served(DivPrune(), 0.5, Downsample(), 0.4)),
@@ -74,12 +74,12 @@ TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
         ((SERVER, {"per": "frame"}, {"per": "image"}), served(DivPrune(), 0.25)),
     ],
 )
-def test_later_layers_win(layers, wanted) -> None:
-    assert parse_setting(*layers) == wanted
+def test_later_layers_win(layers, expected) -> None:
+    assert parse_setting(*layers) == expected
 
 
 @each(
-    ("bad", "error", "says"),
+    ("setting", "error", "message"),
     [
         (7, OptionError, "must be an object"),
         ("divprune", OptionError, "must be an object"),
@@ -128,18 +128,18 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"method": "prumerge", "exact": False}, OptionError, "vLLM must know it before"),
     ],
 )
-def test_bad_settings(bad, error, says) -> None:
-    """Each is a ValueError, which a server answers with HTTP 400, and says what to do."""
-    with pytest.raises(error, match=says) as caught:
-        parse_setting(SERVER, bad)
+def test_bad_settings(setting, error, message) -> None:
+    """Errors are ValueErrors, which a server answers with HTTP 400, and name the fix."""
+    with pytest.raises(error, match=message) as caught:
+        parse_setting(SERVER, setting)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, TokenPruneError)
 
 
 @pytest.mark.parametrize("name", zoo.FAMILIES)
-def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the plugin merges, a config tells a method of the tower what the Hugging Face side finds in the model."""
-    model, method, served = zoo.FAMILIES[name].build(), tokenprune.method("tome"), []
-    monkeypatch.setattr(type(method), "check_served", lambda self, *told: served.append(told))
+def test_tower_facts_equal_the_hugging_face_side(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin derives the same tower facts from a config as the Hugging Face integration from the model."""
+    model, method, calls = zoo.FAMILIES[name].build(), tokenprune.method("tome"), []
+    monkeypatch.setattr(type(method), "check_served", lambda self, *facts: calls.append(facts))
     setting = parse_setting({"method": "tome", "keep": 0.5})
     parallel = SimpleNamespace(mm_encoder_tp_mode="weights")
     architecture = SUPPORTED[zoo.FAMILIES[name].kind].vllm.architecture
@@ -147,25 +147,25 @@ def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.Monk
         hf_config=model.config, architecture=architecture, dtype=torch.float32, multimodal_config=parallel
     )
     check_model(setting, model_config)
-    theirs = build_tower_part(get_adapter(model), method, Budget.from_keep(0.5)).reducer.layout.shape
-    ours = served_tower(method, model.config)
+    expected = build_tower_part(get_adapter(model), method, Budget.from_keep(0.5)).reducer.layout.shape
+    actual = served_tower(method, model.config)
     for fact in ("tokens", "protected", "blocks", "blocks_read", "unit"):
-        assert getattr(ours, fact) == getattr(theirs, fact), fact
-    assert served == [(type(theirs.module).__name__, "float32", theirs.blocks)]
+        assert getattr(actual, fact) == getattr(expected, fact), fact
+    assert calls == [(type(expected.module).__name__, "float32", expected.blocks)]
 
 
-def test_methods_by_the_towers_attention_are_served_as_they_are() -> None:
-    """No list names them: each was tried on made-up features, of which it kept as many as it said."""
+def test_methods_that_read_the_tower_are_served() -> None:
+    """A method is served if a trial selection keeps the promised count. Methods are not listed by name."""
     names = {"visionzip", "fastervlm", "prumerge", "prumerge_plus", "hiprune", "holov"}
     assert names <= set(served_methods())
-    given = {"method": "vispruner", "features": "projected", "keep": 0.3}
-    assert parse_setting(SERVER, given).method == registry.build("vispruner", {"features": "projected"})
-    for name, options, told in (
+    setting = {"method": "vispruner", "features": "projected", "keep": 0.3}
+    assert parse_setting(SERVER, setting).method == registry.build("vispruner", {"features": "projected"})
+    for name, options, message in (
         ("vispruner", {}, 'vispruner with features="projected"'),
         ("scope", {"features": "tower"}, 'scope with features="projected"'),
         ("divprune", {"center": "tower"}, 'divprune with center="standardised"'),
     ):
-        with pytest.raises(OptionError, match=f"it needs encoder_features.*{told}"):
+        with pytest.raises(OptionError, match=f"it needs encoder_features.*{message}"):
             parse_setting(SERVER, {"method": name, "keep": 0.3} | options)
 
 
@@ -181,15 +181,15 @@ def test_a_setting_without_a_method_is_refused() -> None:
         assert parse_setting(*layers) == parse_setting(SERVER)
 
 
-def test_cache_keys_hold_all_that_matters() -> None:
+def test_settings_have_distinct_cache_keys() -> None:
 
     def key(*layers: dict) -> dict:
         return get_cache_key(parse_setting(*layers))
 
     assert key({"method": "random"}) == key({"method": "random", "seed": 0})
-    keys = [key(SERVER, more) for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True}, {"per": "frame"})]
+    keys = [key(SERVER, changes) for changes in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True}, {"per": "frame"})]
     keys += [key({"method": "random", "seed": seed}) for seed in (0, 1)]
-    keys += [key(TWO, more) for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})]
+    keys += [key(TWO, changes) for changes in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})]
     assert len({str(key) for key in keys}) == len(keys)
     assert all(key["algorithm"] for key in keys)
     dynres = {"method": "dynres", "min_scale": 0.3}
@@ -199,18 +199,18 @@ def test_cache_keys_hold_all_that_matters() -> None:
 
 @each("count", [1, 2, 7, 16, 576, 1225])
 @each("keep", [0.001, 0.25, 0.999, 1.0, 1, 64, 10_000])
-def test_counts_are_those_of_the_budget(count: int, keep: float) -> None:
-    wanted = min(count, keep) if isinstance(keep, int) else min(count, max(1, round(keep * count)))
-    assert count_kept(served(DivPrune(), keep), count) == wanted
+def test_kept_counts_follow_the_budget(count: int, keep: float) -> None:
+    expected = min(count, keep) if isinstance(keep, int) else min(count, max(1, round(keep * count)))
+    assert count_kept(served(DivPrune(), keep), count) == expected
 
 
-def test_a_method_that_breaks_its_word_is_refused() -> None:
-    """Kept counts have to follow from the shape: a method that decides them by content cannot be served."""
+def test_methods_that_cannot_be_served_are_refused() -> None:
+    """A method is refused if its kept count does not follow from the shape."""
 
     @registry.register("moody")
     @dataclass(frozen=True)
     class Moody(Pruner):
-        """Keep what is positive."""
+        """Keep tokens with a positive first feature."""
 
         def select(self, tokens) -> Selection:
             return Selection((tokens.hidden[..., 0] > 0) & tokens.mask)
@@ -218,7 +218,7 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
     @registry.register("reader")
     @dataclass(frozen=True)
     class Reader(Pruner):
-        """Keep what resembles the text."""
+        """Score tokens by similarity to the text."""
 
         def score(self, tokens):
             return tokens.hidden @ tokens.text.hidden.mean(1)
@@ -226,7 +226,7 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
     @registry.register("twofold")
     @dataclass(frozen=True)
     class Twofold(Pruner):
-        """Cut twice."""
+        """Prune at two stages."""
 
         def stages(self, budget, layers):
             return [(DivPrune(), budget), (registry.build("fastv", {}), budget)]
@@ -246,14 +246,14 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
 
 @pytest.mark.parametrize("declared", [{"chooses_count": True}, {"min_tokens": 0}])
 @pytest.mark.parametrize("site", [Site.PRE_LLM, Site.IN_LLM])
-def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> None:
+def test_content_dependent_counts_are_refused(declared: dict, site: Site) -> None:
     name = "by_sight"
     needs = ("keys",) if site is Site.IN_LLM else ()
 
     @registry.register(name, site=site, needs=needs)
     @dataclass(frozen=True)
     class BySight(Uniform):
-        """Keep what looks well."""
+        """Uniform selection that declares a content-dependent count."""
 
         layer: int = 2
 
@@ -275,29 +275,29 @@ REFUSED_METHODS = [
 
 
 @each("name", REFUSED_METHODS)
-def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: str) -> None:
+def test_errors_name_options_that_make_a_method_servable(name: str) -> None:
     with pytest.raises(OptionError) as caught:
         parse_setting({"method": name})
-    less = registry.build(name, {})
-    told = str(caught.value)
-    for options in (less.query_free, less.fallback_options, {**less.query_free, **less.fallback_options}):
+    method = registry.build(name, {})
+    message = str(caught.value)
+    for options in (method.query_free, method.fallback_options, {**method.query_free, **method.fallback_options}):
         try:
             parse_setting({"method": name, **options})
         except OptionError:
             continue
-        assert any(f"{option}={json.dumps(value)}" in told for option, value in options.items()), told
+        assert any(f"{option}={json.dumps(value)}" in message for option, value in options.items()), message
         break
     else:
-        # None is enough: one that is offered leads on to another refusal.
-        for option, value in {**less.query_free, **less.fallback_options}.items():
-            if f"{option}={json.dumps(value)}" in told:
+        # A single option is not enough. A suggested option must lead to a different error.
+        for option, value in {**method.query_free, **method.fallback_options}.items():
+            if f"{option}={json.dumps(value)}" in message:
                 with pytest.raises(OptionError) as again:
                     parse_setting({"method": name, option: value})
-                assert str(again.value) != told
+                assert str(again.value) != message
 
 
-def test_what_drops_patches_ahead_of_the_tower_is_served() -> None:
-    """Its number follows from pixels, which the front end has; which models can do so is another matter."""
+def test_pixelprune_is_served() -> None:
+    """The front end has the pixels, so it can compute the kept count. Models are checked elsewhere."""
     setting = parse_setting({"method": "pixelprune", "keep": 0.5, "threshold": 0.02})
     assert setting.method == PixelPrune(threshold=0.02) and not setting.keeps_all_tokens
     assert parse_setting(setting.to_json()) == setting
@@ -320,18 +320,18 @@ def test_nothing_else_imports_vllm() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_the_path_of_a_request_is_a_true_one() -> None:
-    """The package's docstring names files, and what of them a request passes."""
-    room = Path(vllm.__file__).parent
-    named = re.findall(r"`([\w/]+\.py)(?:: (\w+))?`", vllm.__doc__ or "")
-    assert len(named) >= 12
-    for file, name in named:
-        text = (room / file).read_text()
+def test_the_package_docstring_names_existing_files() -> None:
+    """Each file and function that the docstring of the vllm package names must exist."""
+    folder = Path(vllm.__file__).parent
+    references = re.findall(r"`([\w/]+\.py)(?:: (\w+))?`", vllm.__doc__ or "")
+    assert len(references) >= 12
+    for file, name in references:
+        text = (folder / file).read_text()
         assert not name or re.search(rf"^(?:class |def )?{name}\b", text, re.MULTILINE), f"{file} has no {name}"
 
 
-def test_images_stay_whole_where_frames_are_compared() -> None:
-    """And are to all caches what they are on a server that is off."""
+def test_video_methods_leave_images_unpruned() -> None:
+    """Their cache keys equal the keys of a server without pruning."""
     evs = parse_setting({"method": "evs", "keep": 0.5})
     assert settings_of_items(evs, "image", 2) == (OFF,) * 2 and settings_of_items(evs, "video", 1) == (evs,)
     assert get_cache_key(settings_of_items(evs, "image", 1)[0]) == get_cache_key(parse_setting({"off": True}))
