@@ -77,9 +77,9 @@ def best(score: Sequence[float], count: int, among: Sequence[int] | None = None)
 class Arrived:
     """Inputs of a naive loop for one image at one cut, from the unpatched model with earlier cuts masked.
 
-    places: its positions that reach the cut. text: positions of the text after it. before, behind: attention
-    `[H, L, L]` of the layers before and after the cut. hidden, previous: `[L, D]`, inputs of the layer after and before
-    it. entered: `[L, D]`, input of the decoder. keys, values: `[L, Hkv, D]` of the layer before. last: position of the
+    places: its positions that reach the cut. text: positions of the text after it. before, behind: attention `[H, L,
+    L]` of the layers before and after the cut. hidden, previous: `[L, D]`, inputs of the layer after and before it.
+    entered: `[L, D]`, input of the decoder. keys, values: `[L, Hkv, D]` of the layer before. last: position of the
     prompt's last token. number: index of the cut. keep: number of kept tokens. all_places: positions of all its tokens.
     stays: positions of the kept tokens, for cuts that are not checked.
     """
