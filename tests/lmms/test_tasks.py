@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task package asks the questions of `tokenprune bench`, all of them, and scores as it does."""
+"""Test that the task package has the questions and the scores of `tokenprune bench`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_task_asks_what_bench_asks(manager: TaskManager, kind: str, variant: s
     assert task.config.generation_kwargs["max_new_tokens"] == tokens
 
 
-@pytest.mark.parametrize("said", ["red", "Red.", " red ", "dark red", "", "reds", "RED.."])
-def test_the_metric_is_that_of_bench(said: str) -> None:
-    (expected,) = METRICS["exact"].score([said], [["red"]])
-    assert suite.process_results({"answer": "red"}, [said]) == {"exact": expected}
+@pytest.mark.parametrize("answer", ["red", "Red.", " red ", "dark red", "", "reds", "RED.."])
+def test_the_metric_is_that_of_bench(answer: str) -> None:
+    (expected,) = METRICS["exact"].score([answer], [["red"]])
+    assert suite.process_results({"answer": "red"}, [answer]) == {"exact": expected}
