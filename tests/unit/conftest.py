@@ -122,7 +122,7 @@ def restored_imports(restored_registries: None) -> Iterator[None]:
 def kernel_device() -> Iterator[torch.device]:
     """Yield the device for kernel tests: a GPU, or the CPU with Triton's interpreter. torch.empty returns NaN (or the
     largest int), so that a missing write of a kernel is detected."""
-    pytest.importorskip("triton", reason="Triton is not installed, so there is no kernel to test")
+    pytest.importorskip("triton", reason="Triton is not installed, so kernels cannot run")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -248,7 +248,7 @@ def test_anls_is_that_of_a_naive_edit_distance() -> None:
 
 
 def test_f1_is_that_of_transformers() -> None:
-    reason = "transformers 5.24 has no metrics"
+    reason = "transformers 5.24 lacks metrics"
     compute_f1 = pytest.importorskip("transformers.data.metrics.squad_metrics", reason=reason).compute_f1
 
     rng, words = np.random.default_rng(0), "the a An cat Cat, dogs 2 2.5 it's ! (left) - ä".split()

@@ -217,7 +217,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_done(
     assert 0 < len(done) < CALLS
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system lacks /dev/full")
 def test_a_full_disk_is_said_of_json_too(data: Path) -> None:
     result = invoke_bench(data, "--json", "/dev/full")
     assert result.exit_code == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test the report in a browser, wide and narrow: it makes no requests, fits, is readable, and its script works."""
+"""Test the report in a browser, wide and narrow: it sends zero requests, fits, is readable, and its script works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDE, NARROW = 1280, 400
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a page with two comparable runs, a third run, long and harmful names, and samples with a missing image."""
+    """Write a page with two comparable runs, another run, long and harmful names, and samples with a missing image."""
     path = tmp_path_factory.mktemp("report")
     methods = [
         result(f"method-{index}", keep, 90 - index, 60 + 3 * index, timing=timing(0.5 + keep * index / 5))

@@ -133,7 +133,7 @@ def test_a_section_says_accuracy_rank_and_what_was_not_reached(rows: Path, scrip
     assert "| method |" not in script.section(rows, with_table=False) and "Not reached" not in script.section(
         rows, False
     )
-    assert "Kendall" not in text  # an order needs more than the one published method at 0.25
+    assert "Kendall" not in text  # only one method is published at 0.25, which gives no order
 
 
 def test_a_target_that_not_all_methods_were_asked_at_is_not_shown(rows: Path, script: Any) -> None:

@@ -17,7 +17,7 @@ TEXT, COMPUTE = 20, 0.8
 
 @pytest.fixture(scope="module")
 def check(script: Any) -> Any:
-    pytest.importorskip("openai", reason="the script asks a server through openai")
+    pytest.importorskip("openai", reason="the script sends requests to a server with openai")
     return script("capacity")
 
 

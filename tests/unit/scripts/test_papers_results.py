@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from each import each
-from papers_results import cut_short, write_results
+from papers_results import truncate_file, write_results
 
 DART_BASE = {"gqa": 61.9, "mmb": 64.7, "mme": 1862, "pope": 85.9, "sqa": 69.5, "vqav2": 78.5, "textvqa": 58.2}
 DART_128 = {"gqa": 58.7, "mmb": 63.2, "mme": 1840, "pope": 80.1, "sqa": 69.1, "vqav2": 75.9, "textvqa": 56.4}
@@ -142,7 +142,7 @@ def replace_metrics(**metrics: Any) -> Callable[[Path], None]:
 @each(
     ("breaks", "told"),
     [
-        (cut_short, "JSON (Expecting"),
+        (truncate_file, "JSON (Expecting"),
         (lambda path: path.write_text("[]"), "is not a results file of lmms-eval"),
         (lambda path: path.write_text('{"results": {}}'), "is not a results file of lmms-eval"),
         (lambda path: path.write_text('{"results": {"gqa": 1}, "config": {}}'), "not tasks with metrics"),

@@ -19,7 +19,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 import tokenprune
 from each import each
-from papers_results import ROOT, setting
+from papers_results import ROOT, find_setting
 from tokenprune import Budget
 
 FOLDER = ROOT / "benchmarks/experiments/papers"
@@ -106,16 +106,16 @@ def test_budgets_are_hit(papers: Any) -> None:
             assert candidate.average == {192: 14**2, 128: 11**2, 64: 8**2}[candidate.budget]
         else:
             assert candidate.average == pytest.approx(candidate.budget, abs=0.5), candidate.name
-    assert setting(papers, "fastv-192").keep == round((192 * 32 - 2 * 576) / 30) == 166
-    assert setting(papers, "dyrate-64").keep == round((64 * 32 - 3 * 576) / 29) == 11
-    assert setting(papers, "vscan-64").tokens == "96, 32 from layer 16 on"
+    assert find_setting(papers, "fastv-192").keep == round((192 * 32 - 2 * 576) / 30) == 166
+    assert find_setting(papers, "dyrate-64").keep == round((64 * 32 - 3 * 576) / 29) == 11
+    assert find_setting(papers, "vscan-64").tokens == "96, 32 from layer 16 on"
 
 
 def test_downsample_comes_to_what_the_settings_say(papers: Any) -> None:
     from tokenprune.integrations.shared.resizing import _find_side
 
     for budget in (192, 128, 64):
-        downsample = setting(papers, f"downsample-{budget}")
+        downsample = find_setting(papers, f"downsample-{budget}")
         assert _find_side(24, downsample.keep) ** 2 == downsample.average
 
 
@@ -188,7 +188,7 @@ def test_every_command_is_a_setting_that_the_method_accepts(papers: Any, call: A
 
 def test_the_entry_point_for_lmms_eval_accepts_every_command(papers: Any, call: Any) -> None:
     parse = pytest.importorskip(
-        "tokenprune_bench.lmms_eval.arguments", reason="this package has no model for lmms-eval"
+        "tokenprune_bench.lmms_eval.arguments", reason="tokenprune_bench.lmms_eval is not available"
     ).parse_arguments
     for command in parse_commands(call("commands")[1]):
         arguments = parse_arguments(command)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import tokenprune
-from papers_results import cut_short, write_results
+from papers_results import truncate_file, write_results
 from tokenprune import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 
@@ -110,7 +110,7 @@ def test_a_broken_result_is_measured_again(papers: Any, call: Any, lmms_eval: An
     call("run", *SMALL, "--methods", "random", "--out", tmp_path)
     lmms_eval.calls.clear()
     (path,) = (tmp_path / "random-64").rglob("*_results.json")
-    cut_short(path)
+    truncate_file(path)
     code, _, error = call("run", *SMALL, "--methods", "random", "--out", tmp_path)
     assert lmms_eval.calls == [("random-64", "gqa", "mme")]
     assert code == 0, error

@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="peak memory of a process is read where Linux tells it"
+    not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc, which only Linux has"
 )
 
 

@@ -76,9 +76,9 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 def check_takes(family: Family, method: str) -> None:
     """Skip the test if `method` refuses models of `family`."""
     if (tokenprune.method_info(method).site is Site.ATTENTION or method in _COMPARING) and not family.video:
-        pytest.skip(f"{family.name} takes no video, and {method} says so (test_pevlm.py, test_frames.py)")
+        pytest.skip(f"{family.name} does not support videos, so it refuses {method} (test_pevlm.py, test_frames.py)")
     if method in TILE_METHODS and find_missing_observable(tokenprune.method(method), SUPPORTED[family.kind]):
-        pytest.skip(f"{family.name} has no thumbnail ahead of tiles, and {method} says so (test_tile_methods.py)")
+        pytest.skip(f"{family.name} lacks a thumbnail before the tiles, so it refuses {method} (test_tile_methods.py)")
 
 
 def pieces(family: Family, inputs: Any, per: str = "image") -> list[list[list[int]]]:

@@ -28,7 +28,7 @@ SMALL = dict(sink_frames=SINK_FRAMES, block_frames=BLOCK_FRAMES, min_frames=1)
 
 WAYS = (nullcontext, dense_mask)  # the library's attention and its reference
 
-# The other row has no video, or a video with another number of frames if the family can batch these.
+# The other row lacks a video, or has a video with another number of frames if the family can batch these.
 BATCHES: dict[str, dict[str, Any]] = {
     "one row": dict(video=13, images=(0,), rows=1),
     "left": dict(video=(13, 13), images=(0, 0)),

@@ -6,8 +6,8 @@ python tests/unit/support/engine_costs.py --update  # write lower counts into th
 
 A call is a call of a function in tokenprune/. Comprehensions and generators are left out, because Python versions count
 them differently. Operations are counted by name beyond the unpatched model's; a negative difference, from a shorter
-sequence, counts as zero. Launches are operations that start work on the simulated device: no views, no empty tensors,
-nothing on the host. A kernel of the library is one launch.
+sequence, counts as zero. Launches are operations that start work on the simulated device; views, empty tensors and host
+operations do not count. A kernel of the library is one launch.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def counted(run: Callable[[], Any], kinds: Sequence[str]) -> Counts:
     return counts
 
 
-def of_forwards(model: Any, inputs: dict[str, Any], kinds: Sequence[str]) -> dict[str, Counts]:
+def count_forwards(model: Any, inputs: dict[str, Any], kinds: Sequence[str]) -> dict[str, Counts]:
     """Return the counts of a prefill and of the decode step after it."""
 
     @torch.no_grad()
@@ -171,9 +171,9 @@ def added(method: str) -> dict[str, Counts]:
     family = FAMILIES[name]
     model, inputs = family.build(), family.make_inputs(**input_options)
     kinds = ["calls"] if method in CALLS_ALONE else ["calls", "ops"]
-    plain = of_forwards(model, inputs, kinds)
+    plain = count_forwards(model, inputs, kinds)
     with tokenprune.patched(model, method, **options):
-        patched = of_forwards(model, inputs, kinds)
+        patched = count_forwards(model, inputs, kinds)
     if method not in CALLS_ALONE:
         for forwards, far_model in (
             (plain, family.build()),
@@ -181,7 +181,7 @@ def added(method: str) -> dict[str, Counts]:
         ):
             to_far(far_model)
             with counting():
-                launches = of_forwards(far_model, far_inputs(inputs), ["launches"])
+                launches = count_forwards(far_model, far_inputs(inputs), ["launches"])
             for forward, counts in forwards.items():
                 counts |= launches[forward]
     return {
@@ -222,7 +222,7 @@ def main() -> int:
         rose += [f"{method} {name}" for name in new if new[name] > old.get(name, new[name])]
         table["added"][method] = {name: min(new[name], old.get(name, new[name])) for name in new}
     if rose:
-        print(f"higher than in the table, which is raised by hand alone, with the reason: {', '.join(rose)}")
+        print(f"higher than in the table. Raise it by hand, with the reason: {', '.join(rose)}")
     if options.update:
         rows = ",\n".join(f"  {json.dumps(method)}: {json.dumps(row)}" for method, row in table["added"].items())
         TABLE.write_text(f'{{"versions": {json.dumps(table["versions"])}, "added": {{\n{rows}\n}}}}\n')

@@ -47,7 +47,7 @@ _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_,
 def device() -> torch.device:
     """Return the simulated device. Skip the test if a real accelerator exists."""
     if torch.cuda.is_available():
-        pytest.skip("a pretended device would be this process's accelerator, in the place of the GPU")
+        pytest.skip("the simulated device would replace the GPU as this process's accelerator")
     _setup_privateuseone_for_python_backend("far")
     # Code that saves the autocast state, such as gradient checkpointing, calls this.
     torch.get_device_module("far").get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
@@ -197,7 +197,7 @@ def counting() -> Iterator[Syncs]:
 
 
 def to_far(model: nn.Module) -> nn.Module:
-    """Move a model's parameters and buffers to the far device, in place."""
+    """Move the parameters and buffers of a model to the far device without a copy of the model."""
     with Syncs():
         _move(model)
     return model

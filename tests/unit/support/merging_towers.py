@@ -54,11 +54,11 @@ def naive_decoder(
         )
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm(q), attention.k_norm(k)
-        keys = torch.stack([by_hand(k[owner[n]], cos[n], sin[n]) for n in range(len(embeds))])
+        keys = torch.stack([rotate_by_loop(k[owner[n]], cos[n], sin[n]) for n in range(len(embeds))])
         values = torch.stack([v[owner[n]] for n in range(len(embeds))])
         out = torch.empty(len(embeds), heads, attention.head_dim)
         for m in range(len(embeds)):
-            query = by_hand(q[owner[m]], cos[m], sin[m])
+            query = rotate_by_loop(q[owner[m]], cos[m], sin[m])
             for head in range(heads):
                 shared = head // attention.num_key_value_groups
                 weights = (keys[: m + 1, shared] @ query[head] * attention.scaling).softmax(0)
@@ -70,7 +70,7 @@ def naive_decoder(
     return decoder.norm(x)[owner], all_keys, all_values
 
 
-def by_hand(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_by_loop(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     out = torch.empty_like(x)
     for j in range(half):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from basics import pieces
 from hooks import removed_after
-from oracle import without
+from oracle import mask_dropped
 from tokenprune.integrations.hf import compat
 from zoo import Family
 
@@ -137,7 +137,7 @@ def naive(family: Family, model: Any, inputs: Any, keep: float, **options: Any) 
             # Sliding layers return weights for the last tokens only.
             state.see(torch.nn.functional.pad(weights, (total - weights.shape[-1], 0)))
         alive = state.alive(state.length)
-        mask = without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config)
+        mask = mask_dropped(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config)
         return args, kwargs | {"attention_mask": mask}
 
     handles = [decoder.layers[cut - 1].self_attn.register_forward_hook(look)]

@@ -14,7 +14,7 @@ from naive_video import Places, cosine
 Parts = list[tuple[int, float]]
 
 
-def alike(a: Tensor, b: Tensor) -> float:
+def compute_similarity(a: Tensor, b: Tensor) -> float:
     """Return the mean cosine over the patches of two frames (N, D)."""
     return sum(cosine(a[p], b[p]) for p in range(len(a))) / len(a)
 
@@ -25,7 +25,7 @@ def segments(x: Tensor, threshold: float, m: int) -> list[list[int]]:
     running = 1.0
     for i in range(1, len(x)):
         start = result[-1][0]
-        running = 0.9 * alike(x[start], x[i]) + 0.1 * running
+        running = 0.9 * compute_similarity(x[start], x[i]) + 0.1 * running
         if running < threshold or i - start + 1 >= m:
             result.append([i])
             running = 1.0
@@ -40,17 +40,17 @@ def mix(x: Tensor, threshold: float, m: int, lose_last: bool) -> list[Parts]:
         if len(segment) <= 2:
             mixtures += [[(f, 1.0)] for f in segment]
             continue
-        bar = alike(x[segment[0]], x[segment[-1]])
+        bar = compute_similarity(x[segment[0]], x[segment[-1]])
         mixtures.append([(segment[0], 1.0)])
-        mixtures += inner(x, segment[1:-1], bar, lose_last)
+        mixtures += mix_inner(x, segment[1:-1], bar, lose_last)
         mixtures.append([(segment[-1], 1.0)])
     return mixtures
 
 
-def inner(x: Tensor, frames: list[int], bar: float, lose_last: bool) -> list[Parts]:
+def mix_inner(x: Tensor, frames: list[int], bar: float, lose_last: bool) -> list[Parts]:
     if len(frames) == 1:
         return [[(frames[0], 1.0)]]
-    s = [alike(x[a], x[b]) for a, b in pairwise(frames)]
+    s = [compute_similarity(x[a], x[b]) for a, b in pairwise(frames)]
     mixtures: list[Parts] = []
     i = 0
     while i < len(frames) - 1:

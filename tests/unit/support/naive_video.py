@@ -45,7 +45,7 @@ def largest_remainders(weights: list[float], total: int, caps: list[int]) -> lis
     return shares
 
 
-def best(score: dict[tuple[int, int], float], count: int) -> Places:
+def select_highest(score: dict[tuple[int, int], float], count: int) -> Places:
     """The highest scores, of equal ones the earlier."""
     return sorted(sorted(score, key=lambda cell: (-score[cell], cell))[:count])
 
@@ -55,7 +55,7 @@ def evs(video: Tensor, keep: int, thin: Thin = spread) -> Places:
     if keep <= num_patches:
         return [(0, p) for p in thin(num_patches, keep)]
     change = {(t, p): 1 - cosine(video[t, p], video[t - 1, p]) for t in range(1, frames) for p in range(num_patches)}
-    return [(0, p) for p in range(num_patches)] + best(change, keep - num_patches)
+    return [(0, p) for p in range(num_patches)] + select_highest(change, keep - num_patches)
 
 
 def dtd(video: Tensor, keep: int, thin: Thin = spread, threshold: float = 0.5, against: str = "before") -> Places:
@@ -71,7 +71,7 @@ def dtd(video: Tensor, keep: int, thin: Thin = spread, threshold: float = 0.5, a
                 score[t, p] = 1 - similarity
             if against == "before" or similarity <= threshold:
                 last[p] = video[t, p]
-    return best(score, keep)
+    return select_highest(score, keep)
 
 
 def dycoke(video: Tensor, keep: int, thin: Thin = spread) -> Places:
@@ -86,16 +86,16 @@ def dycoke(video: Tensor, keep: int, thin: Thin = spread) -> Places:
     for i, t in enumerate(others):
         other = {1: t - 1, 2: t - 2, 3: t - 1}[t % 4]
         score = {(t, p): -cosine(video[t, p], video[other, p]) for p in range(num_patches)}
-        kept += best(score, remaining // len(others) + (i < remaining % len(others)))
+        kept += select_highest(score, remaining // len(others) + (i < remaining % len(others)))
     return sorted(kept)
 
 
-def gaussians(a: Tensor, b: Tensor) -> float:
+def sum_gaussians(a: Tensor, b: Tensor) -> float:
     squared = float((a - b) @ (a - b))
     return sum(math.exp(-squared / (2 * alpha)) for alpha in (1 / 8, 1 / 4, 1 / 2, 1, 2))
 
 
-def calm_half(tokens: list[Tensor]) -> list[int]:
+def select_calm_half(tokens: list[Tensor]) -> list[int]:
     """Return the half of the channels with the lowest population variance."""
     width = len(tokens[0])
     variance = torch.stack(tokens).var(0, correction=0).tolist()
@@ -109,12 +109,12 @@ def mean(vectors: list[Tensor]) -> Tensor:
 def vidcom2(video: Tensor, keep: int) -> Places:
     frames, num_patches, _ = video.shape
     cells = [(t, p) for t in range(frames) for p in range(num_patches)]
-    channels = calm_half([video[cell] for cell in cells])
+    channels = select_calm_half([video[cell] for cell in cells])
     x = {cell: video[cell][channels] / video[cell][channels].norm() for cell in cells}
     centre = mean([x[cell] for cell in cells])
     frame_means = [mean([x[t, p] for p in range(num_patches)]) for t in range(frames)]
-    v = {cell: gaussians(x[cell], centre) for cell in cells}
-    score = {cell: -(v[cell] + gaussians(x[cell], frame_means[cell[0]])) for cell in cells}
+    v = {cell: sum_gaussians(x[cell], centre) for cell in cells}
+    score = {cell: -(v[cell] + sum_gaussians(x[cell], frame_means[cell[0]])) for cell in cells}
 
     u = [-sum(v[t, p] for p in range(num_patches)) / num_patches for t in range(frames)]
     power = [math.exp((cell - max(u)) / 0.01) for cell in u]
@@ -122,10 +122,10 @@ def vidcom2(video: Tensor, keep: int) -> Places:
     kept: Places = []
     for t in range(frames):
         s = min(1, keep / len(cells) * (1 + share[t] - sum(share) / frames))
-        kept += best({(t, p): score[t, p] for p in range(num_patches)}, max(1, round(s * num_patches)))
+        kept += select_highest({(t, p): score[t, p] for p in range(num_patches)}, max(1, round(s * num_patches)))
     if len(kept) >= keep:
-        return best({cell: score[cell] for cell in kept}, keep)
-    return sorted(kept + best({cell: score[cell] for cell in cells if cell not in kept}, keep - len(kept)))
+        return select_highest({cell: score[cell] for cell in kept}, keep)
+    return sorted(kept + select_highest({cell: score[cell] for cell in cells if cell not in kept}, keep - len(kept)))
 
 
 def vcast(video: Tensor, keep: int) -> Places:
@@ -149,13 +149,13 @@ def vcast(video: Tensor, keep: int) -> Places:
             (t, p): 1 - cosine(video[t, p], raw[t]) + (length[p] - low) / (high - low + 1e-6)
             for p in range(num_patches)
         }
-        kept += best(score, shares[t])
+        kept += select_highest(score, shares[t])
     return kept
 
 
 def stc(video: Tensor, keep: int, chunk: int = 1) -> Places:
     frames, num_patches, _ = video.shape
-    channels = calm_half([x for t in range(min(chunk, frames)) for x in video[t]])
+    channels = select_calm_half([x for t in range(min(chunk, frames)) for x in video[t]])
     raw = [[token[channels] for token in video[t]] for t in range(frames)]
     x = [[token / token.norm() for token in frame] for frame in raw]
     memory: list[Tensor] = []
@@ -166,9 +166,10 @@ def stc(video: Tensor, keep: int, chunk: int = 1) -> Places:
         frame_mean, memory_mean = mean(x[t]), mean(memory)
         memory_mean = memory_mean / memory_mean.norm()
         score = {
-            (t, p): -(gaussians(x[t][p], frame_mean) + gaussians(x[t][p], memory_mean)) for p in range(num_patches)
+            (t, p): -(sum_gaussians(x[t][p], frame_mean) + sum_gaussians(x[t][p], memory_mean))
+            for p in range(num_patches)
         }
-        kept += best(score, keep // frames + (t < keep % frames))
+        kept += select_highest(score, keep // frames + (t < keep % frames))
     return kept
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from oracle import merged
+from oracle import merge_sources
 from tokenprune.integrations.hf import compat
 from zoo import Family
 
@@ -110,7 +110,7 @@ class _Rows:
             if cut.weights is None
             else [{index_of[target]: row_weights for target, row_weights in cut.weights[self.row].items()}]
         )
-        return merged(hidden, [groups], weights)
+        return merge_sources(hidden, [groups], weights)
 
     def enter_layer(self, index: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if self.row is None:
@@ -121,7 +121,7 @@ class _Rows:
             queries, past = args[0].shape[1], keys.shape[-2]
             causal = torch.ones(1, 1, queries, past + queries, dtype=torch.bool).tril(past)
             return args, kwargs | {"attention_mask": causal}
-        assert kwargs.get("attention_mask") is None, "one row without padding needs no mask here"
+        assert kwargs.get("attention_mask") is None, "a single row without padding must not have a mask"
         hidden = args[0]
         for cut in self.cuts:
             if cut.layer == index and index:

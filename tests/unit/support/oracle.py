@@ -50,7 +50,9 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
         if not entered[0] and not by_ids[0]:
             for cut in cuts:
                 if cut.layer == 0 and cut.sources is not None:
-                    kwargs = kwargs | {"inputs_embeds": merged(kwargs["inputs_embeds"], cut.sources, cut.weights)}
+                    kwargs = kwargs | {
+                        "inputs_embeds": merge_sources(kwargs["inputs_embeds"], cut.sources, cut.weights)
+                    }
         return args, kwargs
 
     handles.append(decoder.register_forward_pre_hook(enter_decoder, with_kwargs=True))
@@ -70,8 +72,8 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
             alive = torch.stack([survivors(cut, length) for cut in active.values()]).all(0)
             if not past and (index or by_ids[0]):  # only the prompt has tokens to merge
                 for cut in merges:
-                    hidden = merged(hidden, cut.sources, cut.weights)
-            mask = without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config, past)
+                    hidden = merge_sources(hidden, cut.sources, cut.weights)
+            mask = mask_dropped(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config, past)
             return (hidden, *args[1:]), kwargs | {"attention_mask": mask}
 
         handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
@@ -86,7 +88,7 @@ def seen_before(cache: Any, layer: int) -> int:
     return int(cache.layers[layer].get_seq_length())
 
 
-def without(
+def mask_dropped(
     mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, layer: int, config: Any, past: int | None = None
 ) -> Tensor:
     """Return a 4-D mask like `mask` that also masks the columns of dropped tokens.
@@ -95,7 +97,7 @@ def without(
     """
     batch, queries = hidden.shape[-3:-1]
     past = seen_before(cache, layer) if past is None else past
-    assert mask is None or mask.ndim == 4, "the oracle knows masks made for sdpa or eager attention, and no mask"
+    assert mask is None or mask.ndim == 4, "the oracle supports only the masks of sdpa and eager attention, and None"
     num_cached = 0
     if past and mask is None:
         # A layer that shares keys with another layer lacks a cache, or its cache lacks keys (transformers 5.23). A
@@ -121,7 +123,7 @@ def without(
     return mask.masked_fill(dropped, torch.finfo(mask.dtype).min)
 
 
-def merged(
+def merge_sources(
     hidden: Tensor, sources: list[dict[int, list[int]]], weights: list[dict[int, list[float]]] | None = None
 ) -> Tensor:
     out = hidden.clone()
@@ -142,7 +144,7 @@ def _merge_deepstack(cuts: Sequence[Any], args: tuple, kwargs: dict) -> tuple:
             dense[mask] = feature
             for cut in cuts:
                 if cut.sources is not None and cut.layer <= layer:
-                    dense = merged(dense, cut.sources, cut.weights)
+                    dense = merge_sources(dense, cut.sources, cut.weights)
             changed.append(dense[mask])
         kwargs = kwargs | {"deepstack_visual_embeds": changed}
     if kwargs.get("deepstack_features"):
@@ -153,7 +155,7 @@ def _merge_deepstack(cuts: Sequence[Any], args: tuple, kwargs: dict) -> tuple:
             dense[mask] = feature
             for cut in cuts:
                 if cut.sources is not None and (cut.layer < layer or cut.layer == 0):
-                    dense = merged(dense, cut.sources, cut.weights)
+                    dense = merge_sources(dense, cut.sources, cut.weights)
             changed[layer] = dense[mask]
         kwargs = kwargs | {"deepstack_features": changed}
     return args, kwargs

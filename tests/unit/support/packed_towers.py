@@ -16,7 +16,7 @@ from module_calls import record_inputs
 from oracle import close
 from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.models.families import SUPPORTED
-from tower_attention import attending_by
+from tower_attention import use_attention
 from tower_features import base_of, encode
 
 NAMES = sorted(name for name, family in FAMILIES.items() if SUPPORTED[family.kind].tower_rows == "all images")
@@ -97,7 +97,7 @@ def in_rows(tower: Any, grids: Tensor) -> Tensor:
 
 
 @contextmanager
-def masked(tower: Any, grids: Tensor, keep: list[Tensor], first: int = 0) -> Iterator[None]:
+def mask_units(tower: Any, grids: Tensor, keep: list[Tensor], first: int = 0) -> Iterator[None]:
     """Mask the patches of dropped units in `tower` within this context, from the block at `first` on.
 
     Dropped patches still attend to everything. The sequences of each block are in the order of its input.
@@ -120,7 +120,7 @@ def masked(tower: Any, grids: Tensor, keep: list[Tensor], first: int = 0) -> Ite
         return (logits.softmax(-1) @ value).transpose(1, 2), None
 
     configs = {id(block.attn.config): block.attn.config for block in tower.blocks}.values()
-    with attending_by(attention, configs):
+    with use_attention(attention, configs):
         yield
     assert not any(progress.values()) and len(progress) == len(tower.blocks)
 
@@ -149,7 +149,7 @@ def check_kept_units(model: Any, inputs: Any, modality: str, output: Any, kept: 
     keep, blocks = torch.cat(kept), len(tower_of(model).blocks)
     counts = [UNIT * len(keep)] * first + [UNIT * int(keep.sum())] * (blocks - first)
     assert get_record(output).block_tokens == counts
-    with masked(tower_of(model), inputs[f"{modality}_grid_thw"], kept, first):
+    with mask_units(tower_of(model), inputs[f"{modality}_grid_thw"], kept, first):
         expected = encode(model, inputs)[modality]
     for actual_features, expected_features in zip(tensors_of(output), tensors_of(expected), strict=True):
         close(actual_features[keep], expected_features[keep])

@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def setting(papers: Any, name: str) -> Any:
+def find_setting(papers: Any, name: str) -> Any:
     return next(candidate for candidate in papers.settings.settings() if candidate.name == name)
 
 
@@ -23,7 +23,7 @@ def write_results(papers: Any, folder: Path, name: str, numbers: dict[str, float
         stderr = {f"{metric}_stderr,none": "N/A" for metric in task_set.metrics}
         task = changes.get("tasks", {}).get(key, task_set.tasks[0])
         results[task] = {"alias": task, **{f"{metric},none": share for metric in task_set.metrics}, **stderr}
-    arguments = setting(papers, name).arguments("llava-hf/llava-1.5-7b-hf", "cuda", "thresholds.safetensors")
+    arguments = find_setting(papers, name).arguments("llava-hf/llava-1.5-7b-hf", "cuda", "thresholds.safetensors")
     config = {"model": "tokenprune", "model_args": arguments, "batch_size": "1", "limit": None} | changes.get(
         "config", {}
     )
@@ -34,5 +34,5 @@ def write_results(papers: Any, folder: Path, name: str, numbers: dict[str, float
     return path
 
 
-def cut_short(path: Path) -> None:
+def truncate_file(path: Path) -> None:
     path.write_text(path.read_text()[:-20])

@@ -73,7 +73,7 @@ class Recorded:
         """Return the last token's logits from one forward. masked: hide dropped tokens, by layer and head."""
         ids = torch.cat([forward.ids for forward in self.forwards], 1)
         positions = torch.cat([forward.positions for forward in self.forwards], -1)
-        inputs = joined([forward.inputs for forward in self.forwards if forward.inputs])
+        inputs = join_inputs([forward.inputs for forward in self.forwards if forward.inputs])
         extra = {"token_type_ids": (ids == IMAGE).long()} if self.model.config.model_type == "gemma3" else {}
         layers = self.session._stream.adapter.decoder.layers
         handles = []
@@ -125,7 +125,7 @@ def collated(family: Family, images: list[InputImage]) -> dict[str, Any]:
     return inputs
 
 
-def joined(inputs: list[dict[str, Any]]) -> dict[str, Any]:
+def join_inputs(inputs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the encoder's arguments of all blocks as arguments of one forward."""
     return join([[InputImage([], block_inputs)] for block_inputs in inputs])
 

@@ -15,7 +15,7 @@ import tokenprune
 from oracle import close
 from zoo import FAMILIES
 
-# Methods whose observables need nothing from other ranks, attention of all heads, or keys of all heads.
+# Methods whose observables only use the rank's own tensors, attention of all heads, or keys of all heads.
 METHODS = {"llava": ("divprune", "vscan", "dyrate"), "qwen2_5_vl": ("dart",), "gemma3": ("fastv",)}
 
 

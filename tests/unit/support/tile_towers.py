@@ -16,7 +16,7 @@ from merging_models import layers_of, tower_of
 from oracle import close
 from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.integrations.hf.sequence.record import get_record
-from tower_attention import attending_by
+from tower_attention import use_attention
 from tower_features import encode
 from zoo import FAMILIES
 
@@ -57,7 +57,7 @@ def masked(model: Any, visible: Tensor, first: int, visible_before: Tensor | Non
         return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
     configs = {id(m.config): m.config for m in tower_of(model).modules() if hasattr(m, "config")}.values()
-    with attending_by(attention, configs):
+    with use_attention(attention, configs):
         yield
 
 

@@ -15,7 +15,7 @@ from tokenprune import Pruner, Selection, Site
 
 
 @contextmanager
-def attending_by(attention: Callable[..., Any], configs: Iterable[Any]) -> Iterator[None]:
+def use_attention(attention: Callable[..., Any], configs: Iterable[Any]) -> Iterator[None]:
     """Make modules with these configs use `attention` within this context."""
     name, saved = "made_up_attention", [(config, config._attn_implementation) for config in configs]
     ALL_ATTENTION_FUNCTIONS.register(name, attention)

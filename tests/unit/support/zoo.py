@@ -146,7 +146,7 @@ class Family:
             used += count
             if videos[row]:
                 if self.video is None:
-                    raise ValueError(f"{self.name} takes no video here")
+                    raise ValueError(f"{self.name} does not support videos here")
                 frame_counts = videos[row] if isinstance(videos[row], Sequence) else [videos[row]]
                 row_images = [self.video(g, None if frames is True else frames) for frames in frame_counts] + row_images
             prompt = [BOS, *words(3 + row, g)]

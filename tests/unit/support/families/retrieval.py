@@ -25,7 +25,7 @@ from zoo import IMAGE, Family, InputImage, Inputs
 WIDTH = 12  # dimension of each vector
 
 
-def padded(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
+def pad_patches(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
     """Pad the patches of each page at the end of its row, as ColQwen2's processor does."""
     flat = [image.pixels for row in rows for image in row]
     grids = torch.cat([pixels["image_grid_thw"] for pixels in flat])
@@ -67,7 +67,7 @@ class Retriever:
 
 
 def _retrievers() -> list[Retriever]:
-    qwen = {name: dataclasses.replace(zoo.FAMILIES[name], types=None, collate=padded)
+    qwen = {name: dataclasses.replace(zoo.FAMILIES[name], types=None, collate=pad_patches)
             for name in ("qwen2_vl", "qwen2_5_vl")}  # fmt: skip
     return [
         Retriever("colpali", ColPaliConfig, ColPaliForRetrieval, plain.FAMILIES["paligemma"]),
