@@ -54,7 +54,7 @@ def parse(text: str, accepted: tuple[str, ...] = BASE, anything: bool = False) -
         ("method=view_select,views=left+front", [tokenprune.method("view_select", views=("left", "front"))], None),
     ],
 )
-def test_what_is_patched(text: str, methods: list[Any], keep: Any) -> None:
+def test_arguments_become_methods_and_budgets(text: str, methods: list[Any], keep: Any) -> None:
     setting = parse(f"pretrained=some/model,{text},device=cpu")
     keep = [Budget.from_keep(method.default_keep) for method in methods] if keep is None else keep
     assert setting.config.steps() == (methods, keep) and setting.methods == methods
@@ -70,13 +70,13 @@ def test_guard_goes_to_patch() -> None:
     assert parse("method=dart,keep=0.25,guard=auto").guard == "auto"
 
 
-def test_a_name_of_both_is_the_bases() -> None:
+def test_an_argument_of_both_goes_to_the_base() -> None:
     setting = parse("method=fastv,layer=9,fastv.layer=3", accepted=("layer",))
     assert setting.rest == {"layer": 9}
     assert setting.methods == [tokenprune.method("fastv", layer=3)]
 
 
-def test_a_base_that_takes_anything_gets_what_is_not_ours() -> None:
+def test_a_base_that_accepts_any_argument_gets_the_unknown_arguments() -> None:
     setting = parse("method=fastv,layer=3,temperature=1", anything=True)
     assert setting.rest == {"temperature": 1}
 
@@ -104,7 +104,7 @@ def test_a_base_that_takes_anything_gets_what_is_not_ours() -> None:
         ("keep=0.5,config=tokenprune.json", OptionError, "Leave out keep"),
     ],
 )
-def test_what_is_wrong_is_said(text: str, error: type[Exception], words: str) -> None:
+def test_invalid_arguments_raise(text: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error) as raised:
         parse(text)
     assert words in str(raised.value)

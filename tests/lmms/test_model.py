@@ -51,7 +51,7 @@ def runs(evaluate: Evaluate) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_accuracy_is_that_of_bench(
+def test_the_accuracy_equals_bench(
     runs: dict[str, dict[str, Any]], bench: dict[str, dict[str, Any]], name: str
 ) -> None:
     results, record = runs[name]["results"], bench[name]
@@ -66,15 +66,13 @@ def test_the_accuracy_is_that_of_bench(
     assert results["tokenprune_suite_plain"]["exact,none"] == pytest.approx(total)
 
 
-def test_the_methods_can_be_told_apart(runs: dict[str, dict[str, Any]]) -> None:
+def test_the_methods_give_different_answers(runs: dict[str, dict[str, Any]]) -> None:
     """Otherwise the test above would show little."""
     assert len({str(answers(out)) for out in runs.values()}) == len(RUNS)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_cost_is_that_of_bench(
-    runs: dict[str, dict[str, Any]], bench: dict[str, dict[str, Any]], name: str
-) -> None:
+def test_the_cost_equals_bench(runs: dict[str, dict[str, Any]], bench: dict[str, dict[str, Any]], name: str) -> None:
     values, stats, questions = read_values(runs[name]), bench[name]["stats"], IMAGES * len(KINDS)
     assert values["measured_requests"] == values["generate_calls"] == questions
     assert values["failed_calls"] == 0
@@ -114,7 +112,7 @@ def test_one_task_has_no_numbers_twice(evaluate: Evaluate) -> None:
 
 
 @pytest.mark.parametrize("force_simple", [False, True])
-def test_unpatched_answers_as_the_base_alone(evaluate: Evaluate, force_simple: bool) -> None:
+def test_unpatched_answers_equal_the_base(evaluate: Evaluate, force_simple: bool) -> None:
     base, tasks = LLAVA.removeprefix("base=llava_hf,"), ("tokenprune_word", "tokenprune_count")
     base_only = evaluate(base, *tasks, model="llava_hf", force_simple=force_simple)
     unpatched = evaluate(f"{LLAVA},method=none", *tasks, force_simple=force_simple)
@@ -134,7 +132,7 @@ def record_prompts(lm: Any, request: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("force_simple", [False, True])
-def test_the_prompt_is_that_of_bench(subject: Model, force_simple: bool) -> None:
+def test_the_prompt_equals_bench(subject: Model, force_simple: bool) -> None:
     from lmms_eval.api.instance import Instance
 
     example = load_heldout(limit=1)[0]
@@ -232,7 +230,7 @@ def test_the_time_to_the_first_token(subject: Model) -> None:
     assert forwards[3] - begin < tally.seconds + 0.1
 
 
-def test_the_base_that_told_its_time_is_not_counted_twice(evaluate: Evaluate) -> None:
+def test_tokens_are_counted_once_if_the_base_reports_them(evaluate: Evaluate) -> None:
     """LLaVA's chat class reports to lmms-eval and its simple class does not. In both cases each token counts once."""
     chat = evaluate(arguments("divprune"), "tokenprune_colour_plain")
     logged = get_logged_metrics_history()
@@ -254,7 +252,7 @@ def test_the_guard_gets_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options == [{"guard": "auto"}, {"guard": "off", "processor": None}]
 
 
-def test_it_stands_beside_other_models() -> None:
+def test_the_model_is_registered_beside_other_models() -> None:
     from lmms_eval.models import get_model, list_available_models
 
     assert "tokenprune" in list_available_models()

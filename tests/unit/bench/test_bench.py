@@ -91,7 +91,7 @@ def test_a_kind_that_falls_by_more_than_twenty_points_has_collapsed() -> None:
         assert row.kinds["word"].collapsed is collapsed
 
 
-def test_tables_say_it_in_each_form() -> None:
+def test_tables_are_written_as_markdown() -> None:
     summary = results.summarise(RECORDS)
     cost, kinds, against = tables.build_tables(summary)
     assert [len(row) for row in (*cost.rows, *kinds.rows, *against.rows)] == [11] * 7 + [4] * 7 + [11] * 6

@@ -110,7 +110,7 @@ def test_many_bad_rows_are_counted(folder: Path) -> None:
         load_data(folder / "rows.jsonl", skip_bad=True)
 
 
-def test_what_holds_no_questions_is_refused(folder: Path) -> None:
+def test_sources_without_questions_raise(folder: Path) -> None:
     with pytest.raises(DataError, match=r"none does not exist"):
         load_data(folder / "none")
     with pytest.raises(DataError, match="has no file with JSON lines"):
@@ -125,7 +125,7 @@ def test_what_holds_no_questions_is_refused(folder: Path) -> None:
         load_data(folder / "rows.jsonl")
 
 
-def test_a_image_that_goes_away_is_an_error_of_the_data(folder: Path) -> None:
+def test_a_deleted_image_raises_a_data_error(folder: Path) -> None:
     (question,) = load_data(write(folder, GOOD)).questions
     (folder / "a.png").unlink()
     with pytest.raises(DataError, match=r"line 1: cannot read a\.png"):
@@ -232,7 +232,7 @@ def test_metrics_by_hand(name: str, prediction: str, answers: list[str], score: 
     assert metrics.get_metric(name).score([prediction], [answers]) == [pytest.approx(score)]
 
 
-def test_anls_is_that_of_a_naive_edit_distance() -> None:
+def test_anls_equals_a_naive_edit_distance() -> None:
     def naive(a: str, b: str) -> int:
         if not a or not b:
             return len(a) + len(b)
@@ -247,7 +247,7 @@ def test_anls_is_that_of_a_naive_edit_distance() -> None:
     assert len(scores) > 3
 
 
-def test_f1_is_that_of_transformers() -> None:
+def test_f1_equals_transformers() -> None:
     reason = "transformers 5.24 lacks metrics"
     compute_f1 = pytest.importorskip("transformers.data.metrics.squad_metrics", reason=reason).compute_f1
 
@@ -268,7 +268,7 @@ def test_unknown_metrics_and_missing_packages_are_named(monkeypatch: pytest.Monk
         metrics.get_metric("anls")
 
 
-def test_cider_is_that_of_pycocoevalcap() -> None:
+def test_cider_equals_pycocoevalcap() -> None:
     pytest.importorskip("pycocoevalcap", reason="needs pycocoevalcap")
     gold = [["A black cat sits."], ["Two dogs run in the snow."], ["A red bus."]]
     same, other = metrics.cider([captions[0] for captions in gold], gold), metrics.cider(["x y z"] * 3, gold)

@@ -104,7 +104,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 # -- the backend ------------------------------------------------------------------------------------------------------
 
 
-def test_records_are_those_of_any_backend() -> None:
+def test_records_have_the_format_of_any_backend() -> None:
     engine = MadeUp()
     header, base, random, down, uniform, dart = records = run_bench(engine)
     assert header["environment"] | {"tokenprune": ""} == {
@@ -167,7 +167,7 @@ def test_a_killed_run_goes_on(calls: int, tmp_path: Path) -> None:
         run_bench(MadeUp(config=None), tmp_path / "run")
 
 
-def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
+def test_requests_of_other_clients_are_detected() -> None:
     """Requests of other clients are detected while the unpatched questions run, if they are pruned, and at any time
     after."""
     engine = MadeUp()
@@ -246,7 +246,7 @@ def invoke_bench(*arguments: str, **environment: str) -> Result:
         ("--backend vllm --server localhost:8000", "is not an address"),
     ],
 )
-def test_options_that_do_not_go_together(arguments: str, expected: str) -> None:
+def test_conflicting_options_of_backends_are_refused(arguments: str, expected: str) -> None:
     if "is not an address" in expected:
         pytest.importorskip("openai", reason="the address is looked at by the client")
     result = invoke_bench(*arguments.split())
@@ -347,7 +347,7 @@ def test_a_server_without_the_plugin_is_not_measured(server: Pretender) -> None:
         (403, "not yours", "failed: Error code: 403"),
     ],
 )
-def test_refusals_of_a_server_are_told(server: Pretender, status: int, message: str, expected: str) -> None:
+def test_refusals_of_a_server_are_reported(server: Pretender, status: int, message: str, expected: str) -> None:
     server.refusal = (status, message)
     result = ask_server(server)
     assert result.exit_code == 2 and expected in result.stderr, result.stderr
@@ -369,7 +369,7 @@ def test_a_method_that_the_server_refuses_is_skipped(server: Pretender, monkeypa
     assert result.exit_code == 0 and "Skipped uniform at keep 0.25: uniform cannot be served: so it is" in result.stdout
 
 
-def test_a_server_that_is_not_there(server: Pretender) -> None:
+def test_an_unreachable_server_is_reported(server: Pretender) -> None:
     result = ask_server(server, "--model", "three")
     assert result.exit_code == 2 and "does not serve three. It serves one, two" in result.stderr
     server.shutdown()

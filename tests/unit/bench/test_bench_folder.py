@@ -50,7 +50,7 @@ def test_a_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path: Path)
         pass
 
 
-def test_a_run_that_was_faster_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_concurrent_run_is_detected_before_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = RunFolder._lock
 
     def late(self: RunFolder) -> Any:
@@ -79,7 +79,7 @@ def test_the_lock_of_a_killed_process_holds_nobody_up(tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_without_locks_is_said_and_a_foreign_one_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_locked_raises_and_a_foreign_folder_is_unchanged(tmp_path: Path) -> None:
     (tmp_path / "run/.lock").mkdir(parents=True)
     with pytest.raises(RunError, match=r"Cannot lock .*run: "):
         RunFolder(tmp_path / "run", {}).__enter__()
@@ -141,7 +141,7 @@ def test_only_the_leader_locks_and_its_failure_reaches_all(tmp_path: Path) -> No
             assert isinstance(error, RunError) and re.match(BUSY, str(error))
 
 
-def test_what_one_process_cannot_read_or_write_ends_all(tmp_path: Path) -> None:
+def test_an_error_of_one_process_ends_all_processes(tmp_path: Path) -> None:
     def work(group: Group, config: dict[str, Any]) -> None:
         with RunFolder(tmp_path / "run", config, group) as run:
             run.add_batch(KEY, [group.rank], ["x"], {})
@@ -204,7 +204,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     assert path.read_text() == '{"b": 1}\n{"c": 2}\n' and list_files(tmp_path) == ["a.jsonl"]
 
 
-def test_what_a_crash_left_is_no_obstacle(tmp_path: Path) -> None:
+def test_leftovers_of_a_crash_do_not_block_a_run(tmp_path: Path) -> None:
     for name in ("config.json.new", ".lock"):  # a crash before the first config
         (tmp_path / name).touch()
     with RunFolder(tmp_path, {"a": 1}) as run:
@@ -233,7 +233,7 @@ def test_only_the_last_line_of_a_batch_has_its_cost(tmp_path: Path) -> None:
         RunFolder(tmp_path, {}).__enter__()
 
 
-def test_lines_go_on_where_they_are_told(tmp_path: Path) -> None:
+def test_a_writer_continues_at_the_given_offset(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"b": 2}\n{"c"')
     with JsonLinesWriter(path, 9) as lines:

@@ -218,7 +218,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_done(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system lacks /dev/full")
-def test_a_full_disk_is_said_of_json_too(data: Path) -> None:
+def test_a_full_disk_is_reported_for_json_output(data: Path) -> None:
     result = invoke_bench(data, "--json", "/dev/full")
     assert result.exit_code == 2
     assert "Cannot write /dev/full: No space left on device" in result.stderr
@@ -266,7 +266,7 @@ def start_two_processes(data: Path, run: Path) -> list[subprocess.Popen[str]]:
     return [subprocess.Popen(command, env=os.environ | environment | {"RANK": str(rank)}, **pipes) for rank in range(2)]
 
 
-def test_two_processes_give_what_one_gives(data: Path, unbroken: tuple[Path, str], tmp_path: Path) -> None:
+def test_two_processes_equal_one_process(data: Path, unbroken: tuple[Path, str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     leader, killed = start_two_processes(data, run)
     end = time.monotonic() + 120

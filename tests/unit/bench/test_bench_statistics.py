@@ -77,7 +77,7 @@ def build_answers(*right: str) -> paired.Answers:
     return paired.Answers([[float(score) for score in seed_scores] for seed_scores in right], right)
 
 
-def test_the_bootstrap_is_that_of_a_loop() -> None:
+def test_the_bootstrap_equals_a_loop() -> None:
     values = np.random.default_rng(1).normal(0.1, 1, 60)
     rng = np.random.default_rng(2)
     means = [values[rng.integers(60, size=60)].mean() for _ in range(4000)]

@@ -71,7 +71,7 @@ def prepare_inputs(model: Model, questions: list[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_ships_is_small_and_needs_no_code_of_ours(name: str) -> None:
+def test_shipped_models_are_small_and_need_no_remote_code(name: str) -> None:
     architecture, size, _ = ROWS[name]
     config = json.loads((MODELS[name] / "config.json").read_text(encoding="utf-8"))
     assert "auto_map" not in config and config["architectures"] == [architecture]
@@ -124,7 +124,7 @@ def test_a_large_image_has_many_tokens(subject: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [param for param in BUILT if "demo_video" not in param.values])
-def test_its_own_set_is_asked_by_default(name: str, subject: Any) -> None:
+def test_each_model_has_its_default_question_set(name: str, subject: Any) -> None:
     bench = Bench(subject(name), BenchPlan(methods=("random",), keeps=(0.5,), images=2))
     folder = {"demo_qwen": NATIVE, "demo_smol": SMOL}[name]
     assert subject(name).heldout == folder and {example.path.parent.parent for example in bench.examples} == {folder}
@@ -158,7 +158,7 @@ def test_without_torchvision_it_says_what_is_missing(monkeypatch: pytest.MonkeyP
 
 
 @installed
-def test_its_weights_are_named_by_what_ships_on_every_processor(subject: Any) -> None:
+def test_the_weights_id_is_the_hash_of_the_shipped_parts(subject: Any) -> None:
     shipped = hashlib.sha256((MODELS["demo_smol"] / "parts.safetensors").read_bytes()).hexdigest()
     header = json.loads((ROOT / "benchmarks/results/headline.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert subject("demo_smol").weights == shipped[:16] == header["environment"]["weights"]

@@ -60,7 +60,7 @@ def _check_words(questions, words):
     assert used <= set(words)
 
 
-def test_a_kind_comes_up_as_often_whatever_its_answer(plain):
+def test_how_often_a_kind_occurs_does_not_depend_on_its_answer(plain):
     """For each answer, the same seed either has room for the question or does not."""
     for kind in ("text", "events", "when", "order", "change"):
         counts = defaultdict(set)
@@ -89,7 +89,7 @@ def _names_first(question):
     return question.text.index(question.answer) < 25
 
 
-def test_evidence_is_where_it_is_said_to_be(videos):
+def test_evidence_boxes_contain_the_evidence(videos):
     checked = Counter()
     for video in videos:
         for question in video.questions:
@@ -116,7 +116,7 @@ def _find_subject(question):
     return question.answer if question.kind == "order" else names[0] if names else "sign"
 
 
-def test_a_thing_is_seen_only_where_it_is(videos):
+def test_an_object_is_visible_only_in_its_frames(videos):
     video = draw_video(np.random.default_rng(5), (224, 224), "still", kinds=("events", "rare"), answers={"events": "3"})
     drawn_object = next(candidate for candidate in video.things if candidate.values.count(None) == 3)
     shown = [np.asarray(frame)[_get_area(drawn_object.boxes[0][0])] for frame in video.frames]
@@ -132,7 +132,7 @@ def _get_area(box):
     return slice(box[1], box[3]), slice(box[0], box[2])
 
 
-def test_the_first_frame_answers_nothing_but_still(videos):
+def test_the_first_frame_answers_only_the_kind_still(videos):
     """Objects of the first frame, their positions and colors do not depend on the answer."""
     for video in videos:
         for question in video.questions:
@@ -158,7 +158,7 @@ def test_the_first_frame_answers_nothing_but_still(videos):
             assert all(np.array_equal(frames[0], frame) for frame in frames[1:]), (kind, seed)
 
 
-def test_frames_in_another_order_answer_nothing_about_time(plain):
+def test_shuffled_frames_do_not_answer_questions_about_time(plain):
     """Shuffled frames of one answer are as likely for another answer."""
     for kind in drawn_videos.TIMED:
         sets = defaultdict(Counter)
@@ -178,7 +178,7 @@ def test_frames_in_another_order_answer_nothing_about_time(plain):
             assert max(counts.values()) < 2.5 * min(counts.values()), (kind, counts)
 
 
-def test_a_move_has_no_place_of_its_own(plain):
+def test_positions_do_not_depend_on_the_direction(plain):
     """The position in any frame is independent of the direction: each position is as likely for all directions,
     including positions across an edge."""
     videos = defaultdict(list)
@@ -204,7 +204,7 @@ AREAS = {
 
 
 @pytest.mark.parametrize("ground", GROUNDS)
-def test_grounds_are_what_they_are_called(ground):
+def test_grounds_change_between_frames_as_named(ground):
     frames = np.stack([
         np.asarray(frame).astype(int)
         for frame in draw_video(np.random.default_rng(8), (144, 144), ground, kinds=("still",)).frames
@@ -223,7 +223,7 @@ def test_grounds_are_what_they_are_called(ground):
 @pytest.mark.parametrize(
     "wrong", [{"size": (100, 112)}, {"size": (112, 256)}, {"ground": "plain"}, {"kinds": ("who",)}]
 )
-def test_what_cannot_be_drawn_is_said(wrong):
+def test_invalid_drawings_raise(wrong):
     with pytest.raises(ValueError, match=r"pixels|grounds are"):
         draw_video(np.random.default_rng(0), **wrong)
 
@@ -237,7 +237,7 @@ def test_views_are_the_same_by_seed(many_views):
         draw_views(np.random.default_rng(0), views=7)
 
 
-def test_views_hold_what_is_asked_and_name_it_as_view_select_reads_it(many_views):
+def test_views_contain_the_answers_and_name_views_for_view_select(many_views):
     for item in many_views:
         assert len(item.labels) in (0, len(item.images))
         for question in item.questions:
@@ -255,7 +255,7 @@ def test_views_hold_what_is_asked_and_name_it_as_view_select_reads_it(many_views
                 assert question.answer == str(len(views))
 
 
-def test_answers_about_views_are_those_asked_for_and_even(monkeypatch):
+def test_answers_about_views_are_balanced_and_can_be_requested(monkeypatch):
     monkeypatch.setattr(drawn_views, "draw_background", lambda rng, kind, photos: Image.new("RGB", (224, 224)))
     for num_views in (2, 6):
         drawn = defaultdict(Counter)

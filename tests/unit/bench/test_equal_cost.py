@@ -52,7 +52,7 @@ def parse_setting(name: str) -> Setting:
 
 @each("name", [*tokenprune.available_methods(), "escalate"])
 @each("share", [0.5, 0.25, 0.11])
-def test_the_closed_form_of_what_a_method_is_given_is_the_target(name: str, share: float) -> None:
+def test_each_method_gets_a_setting_whose_closed_form_is_the_target(name: str, share: float) -> None:
     try:
         setting = solve_setting(parse_setting(name), share)
         methods, budgets = setting.steps()
@@ -69,12 +69,12 @@ def test_the_closed_form_of_what_a_method_is_given_is_the_target(name: str, shar
 
 
 @pytest.mark.parametrize(("name", "why"), NO_PROMISE.items())
-def test_a_method_that_promises_nothing_is_refused_by_name(name: str, why: str) -> None:
+def test_a_method_without_a_predictable_cost_is_refused_by_name(name: str, why: str) -> None:
     with pytest.raises(BudgetError, match=f"{name} has no setting for a layer average of 0.25: .*{why}"):
         solve_setting(parse_setting(name), 0.25)
 
 
-def test_each_place_has_a_setting_of_its_own() -> None:
+def test_each_site_gets_the_matching_setting() -> None:
     # The `keep` of vscan is the average of its two cuts.
     settings = {"fastv": {"keep": {"average_share": 0.25}}, "dymu": {"keep": 0.25, "exact": True}}
     for name in ("divprune", "vscan", "tome", *settings):
@@ -83,7 +83,7 @@ def test_each_place_has_a_setting_of_its_own() -> None:
         )
 
 
-def test_a_run_that_spends_something_else_is_told() -> None:
+def test_a_run_with_another_cost_is_explained() -> None:
     assert explain_miss(parse_setting("vtw"), 0.5, 128, images=1, tokens=256) is None
     assert explain_miss(parse_setting("fastv"), 0.25, 65, images=1, tokens=256) is None
     assert explain_miss(parse_setting("fastv"), 0.25, 66, images=1, tokens=256)
@@ -111,7 +111,7 @@ def records() -> list[dict[str, Any]]:
     return json.loads(json.dumps(list(Bench(load_model(device="cpu"), plan, questions=questions).records())))
 
 
-def test_what_ran_spent_the_target_and_the_rest_is_listed_with_the_reason(records: list[dict[str, Any]]) -> None:
+def test_results_spend_the_target_and_skipped_methods_have_a_reason(records: list[dict[str, Any]]) -> None:
     spent = {
         (record["method"], record["keep"]): record["stats"]["visual_tokens_average"] / 256
         for record in records[2:]
@@ -134,7 +134,7 @@ def test_what_ran_spent_the_target_and_the_rest_is_listed_with_the_reason(record
     )
 
 
-def test_the_tables_say_the_setting_and_what_was_reached(records: list[dict[str, Any]]) -> None:
+def test_the_tables_show_the_setting_and_the_reached_share(records: list[dict[str, Any]]) -> None:
     first, settings, *others = build_tables(summarise(records))
     assert {table.columns[1] for table in (first, settings, *others)} == {"target"}
     rows = [tuple(cell.text for cell in row) for row in settings.rows]
@@ -188,7 +188,7 @@ def test_bad_targets_are_refused_before_any_work(arguments: tuple[str, ...], mes
     assert result.exit_code != 0 and message in " ".join(result.output.split())
 
 
-def test_a_plan_takes_shares_alone() -> None:
+def test_a_plan_accepts_only_shares() -> None:
     with pytest.raises(OptionError, match="not 64 tokens"):
         BenchPlan(keeps=(0.5, 64), equal_cost=True)
     with pytest.raises(OptionError, match="is a stack"):
@@ -198,7 +198,7 @@ def test_a_plan_takes_shares_alone() -> None:
     assert rows[-2:] == [("pevlm", 0.5), ("pevlm", 0.25)]
 
 
-def test_runs_at_equal_cost_are_compared_with_their_like_alone() -> None:
+def test_runs_at_equal_cost_are_compared_only_with_each_other() -> None:
     plans = [dict(seeds=[0]), dict(seeds=[0], equal_cost=True), dict(seeds=[0], equal_cost=True)]
     runs = [Run(name, summarise([header(plan=plan), BASE, GOOD])) for name, plan in zip("abc", plans, strict=True)]
     assert [[run.name for run in group] for group in group_by_questions(runs)] == [["a"], ["b", "c"]]
@@ -207,7 +207,7 @@ def test_runs_at_equal_cost_are_compared_with_their_like_alone() -> None:
 # -- beside another method ---------------------------------------------------------------------------------------------
 
 
-def test_in_a_stack_a_share_is_of_what_arrives(build: Any) -> None:
+def test_in_a_stack_a_share_counts_the_tokens_that_arrive(build: Any) -> None:
     """36 tokens are pooled to 18. The share of three quarters means 18 in two of four layers, and 9 in the others."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)

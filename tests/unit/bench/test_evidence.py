@@ -131,7 +131,7 @@ def test_methods_that_keep_all_keep_all_evidence(tiny: Model, videos: list) -> N
     assert measure_recall(tiny, videos[:1], {"method": "downsample", "keep": 0.5}) == [None]  # it selects no tokens
 
 
-def test_a_method_that_is_told_keeps_what_it_is_told(tiny: Model, videos: list, monkeypatch) -> None:
+def test_recall_is_one_only_where_tokens_are_kept(tiny: Model, videos: list, monkeypatch) -> None:
     """Keep the tokens of one position only: the evidence there is kept in both frames of a pair, and other evidence is
     lost."""
     question = next(candidate for candidate in videos if candidate.kind == "rare")

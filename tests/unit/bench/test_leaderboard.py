@@ -78,7 +78,7 @@ def add(run: Path, to: Path, *more: str, code: int = 0) -> Result:
 # -- adding a run ----------------------------------------------------------------------------------------------------
 
 
-def test_an_entry_says_what_the_run_does(run: Path, tmp_path: Path) -> None:
+def test_an_entry_has_the_values_of_its_run(run: Path, tmp_path: Path) -> None:
     result = add(run, tmp_path, "--note", "500 of them")
     (path,) = tmp_path.glob("*.json")
     assert f"written: {path}\n" in result.stdout and re.fullmatch(r"an-org-a-model-[0-9a-f]{12}\.json", path.name)
@@ -101,7 +101,7 @@ def test_an_entry_says_what_the_run_does(run: Path, tmp_path: Path) -> None:
     assert "was added before" in again.stderr and list(tmp_path.glob("*.json")) == [path]
 
 
-def test_what_bench_writes_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_the_benchmark_becomes_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "MIN_QUESTIONS", 2)
     folder, data = tmp_path / "run", tmp_path / "mine.jsonl"
     questions = load_heldout(kinds=("colour", "word"), limit=1)
@@ -187,7 +187,7 @@ def test_a_model_in_a_folder_gets_a_name(tmp_path: Path) -> None:
     assert read_run(write(tmp_path / "run", lines), by="me", model="org/x").model == "org/x"
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
+def test_folders_without_a_run_are_refused(tmp_path: Path, run: Path) -> None:
     (tmp_path / "entries").mkdir()
     for folder in (tmp_path, tmp_path / "none", run / "results.jsonl"):
         assert "is not the folder of a run" in add(folder, tmp_path / "entries", code=2).stderr
@@ -275,7 +275,7 @@ def test_the_page_is_current(script: Any) -> None:
         check_entry(dataclasses.replace(run.entry, run="0" * 12))
 
 
-def test_a_row_says_what_its_line_does(
+def test_a_row_has_the_values_of_its_line(
     script: Any, good: entry.LeaderboardEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "served", lambda: {"random": "yes", "fastv": "in_llm"})

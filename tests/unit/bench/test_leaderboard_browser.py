@@ -41,7 +41,7 @@ def read_column(page: Any, index: int) -> list[str]:
     return page.locator(f"table >> nth=0 >> tbody tr:not([hidden]) td:nth-child({index + 1})").all_inner_texts()
 
 
-def test_it_filters_and_sorts(browser: Any, rows: list[list[str]]) -> None:
+def test_the_script_filters_and_sorts(browser: Any, rows: list[list[str]]) -> None:
     titles, *lines = rows
     page = show(browser, rows)
     assert (
@@ -74,7 +74,7 @@ def test_it_filters_and_sorts(browser: Any, rows: list[list[str]]) -> None:
     page.close()
 
 
-def test_without_it_the_table_is_whole(browser: Any, rows: list[list[str]]) -> None:
+def test_without_the_script_the_table_is_complete(browser: Any, rows: list[list[str]]) -> None:
     page = show(browser, rows, script=False)
     assert len(read_column(page, 0)) == len(rows) - 1 and page.locator("select, button").count() == 0
     page.close()

@@ -106,7 +106,7 @@ def build_profile(after: bool = True) -> Profile:
     )  # fmt: skip
 
 
-def test_the_table_says_what_limits() -> None:
+def test_the_table_names_the_largest_stage() -> None:
     table = build_stage_table(build_profile())
     cells = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
     assert cells["vision tower and projector"] == ["60.0 ms", "60%", "30.0 ms", "x2.00"]
@@ -162,7 +162,7 @@ def test_bars_and_table_show_the_same_numbers_in_the_same_order() -> None:
     assert sum(profile.before.median_run[stage] for stage in FIRST_TOKEN) == pytest.approx(91.04)
 
 
-def test_limits_are_those_of_the_closed_forms() -> None:
+def test_limits_equal_the_closed_forms() -> None:
     config = limits.SHAPES[0].build_config()
     model, prompt = CostModel.from_config(config), Load.from_config(config, text=10)
     unpruned = model.compute_cost(prompt)
@@ -216,7 +216,7 @@ def test_methods_before_the_decoder_spare_the_tower() -> None:
     assert same == base
 
 
-def test_a_load_says_what_it_needs() -> None:
+def test_loads_are_computed_from_configs_and_invalid_arguments_raise() -> None:
     llava, qwen = (limits.SHAPES[index].build_config() for index in (1, 4))
     assert Load.from_config(llava, tiles=5) == Load((576,) * 5, 2880, 64)
     assert Load.from_config(qwen, tokens=100, text=0) == Load((400,), 100, 0)
@@ -273,7 +273,7 @@ def test_the_command(tmp_path: Path) -> None:
         assert message in run(*arguments, code=2), arguments
 
 
-def test_towers_without_a_closed_form_are_said_of_a_config_too() -> None:
+def test_a_config_whose_tower_lacks_a_closed_form_raises() -> None:
     config = FAMILIES["llava"].build().config
     config = type(config).from_dict(config.to_dict())
     config.model_type = "mistral3"
@@ -282,7 +282,7 @@ def test_towers_without_a_closed_form_are_said_of_a_config_too() -> None:
     assert dataclasses.replace(CostModel.from_config(limits.SHAPES[0].build_config()), tower=None).tower is None
 
 
-def test_the_share_of_the_processor_is_that_of_the_patched_model_if_there_is_one() -> None:
+def test_the_processor_share_prefers_the_patched_model() -> None:
     def side(processor: float) -> SideProfile:
         return SideProfile([dict.fromkeys(FIRST_TOKEN, 1.0) | {"processor": processor}])
 

@@ -39,7 +39,7 @@ def packed(monkeypatch) -> object:
     return importlib.import_module("evaluate_qwen")
 
 
-def test_questions_in_one_sequence_are_answered_as_alone(subject, small, packed):
+def test_packed_questions_are_answered_like_single_questions(subject, small, packed):
     image_index = small[0].index
     examples = [example for example in small if example.index == image_index]
     answers, tokens = packed.answers(subject.model, subject.processor, examples[0].image, examples)
@@ -49,7 +49,7 @@ def test_questions_in_one_sequence_are_answered_as_alone(subject, small, packed)
         assert separate.split()[0] == answer.split()[0] and (len(separate.split()) == 1) == (" " not in answer)
 
 
-def test_packed_logits_are_those_of_single_prompts(subject, packed, monkeypatch):
+def test_packed_logits_equal_those_of_single_prompts(subject, packed, monkeypatch):
     import fast
     import train_questions as training
     from packing import Asked, Shown
@@ -84,7 +84,7 @@ def test_packed_logits_are_those_of_single_prompts(subject, packed, monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_tokens_say_the_moves_times_and_words_that_they_show(packed, seed):
+def test_token_targets_name_the_moves_times_and_words_of_their_pixels(packed, seed):
     """Compare with a count of pixels."""
     from moments import SAID, said_by
     from tokenprune_demo.drawn_videos import ANSWERS, draw_video
@@ -118,7 +118,7 @@ def test_tokens_say_the_moves_times_and_words_that_they_show(packed, seed):
     } == expected
 
 
-def test_a_tower_that_tells_frames_apart_sees_an_image_as_before(subject, packed):
+def test_a_tower_that_separates_frames_embeds_images_as_before(subject, packed):
     import fast
 
     image = np.random.default_rng(3).integers(0, 256, (1, 112, 128, 3), dtype=np.uint8)

@@ -32,7 +32,7 @@ def build_point(x: float, y: float, name: str = "") -> plots.Point:
     return plots.Point(x, y, y, y, name, name)
 
 
-def test_the_front_is_that_of_a_loop_over_pairs() -> None:
+def test_the_front_equals_a_loop_over_pairs() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         points = [build_point(*rng.integers(0, 6, 2)) for _ in range(rng.integers(1, 15))]
@@ -160,7 +160,7 @@ def evil_run(label: str = "") -> Run:
     return Run(EVIL, run.results, label=label)
 
 
-def test_names_are_text_and_nothing_else() -> None:
+def test_harmful_names_are_escaped() -> None:
     page = make_page([evil_run("A"), evil_run("B")])
     parsed = ParsedPage(page)
     names = [tag for tag, _ in parsed.tags]
@@ -171,7 +171,7 @@ def test_names_are_text_and_nothing_else() -> None:
     assert "alert(1)" not in "".join(parsed.inside["script"])
 
 
-def test_the_page_loads_nothing_and_runs_what_is_ours() -> None:
+def test_the_page_makes_no_requests_and_runs_only_its_script() -> None:
     page = make_page([made("A", *RIVALS, GOOD | dict(timing=timing(0.5))), made("B", environment=dict(model="other"))])
     parsed = ParsedPage(page)
     assert "http" not in page.replace("http-equiv", "") and "url(" not in page and "@import" not in page
@@ -193,7 +193,7 @@ def test_the_same_runs_give_the_same_page() -> None:
     assert "\ud800" not in make_page([made(environment=dict(model="half \ud800"))])
 
 
-def test_what_the_page_cannot_show_is_said() -> None:
+def test_the_page_names_missing_parts() -> None:
     page = make_page([made()])
     assert "this run has no timing (--repeats 0)" in page and "bench --run DIR" in page
     assert "<h3>No warnings</h3>" in page and page.count('<figure class="plot') == 2  # including the plot of layers

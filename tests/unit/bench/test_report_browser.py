@@ -58,7 +58,7 @@ def opened(browser: Any, page_file: Path, request: pytest.FixtureRequest) -> Ite
 
 
 @pytest.mark.parametrize("opened", [(WIDE, "light"), (NARROW, "dark")], indirect=True)
-def test_it_fits_loads_nothing_and_can_be_read(opened: Any) -> None:
+def test_the_page_fits_and_is_readable(opened: Any) -> None:
     width = opened.viewport_size["width"]
     assert opened.evaluate("document.documentElement.scrollWidth") <= width
     opened.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
@@ -160,7 +160,7 @@ def test_a_table_is_sorted_and_put_back(opened: Any) -> None:
         assert column(8)[-2:] == ["", ""] and "" not in column(8)[:-2]  # rows without times come last in both orders
 
 
-def test_a_method_lights_up_wherever_it_is(opened: Any) -> None:
+def test_a_selected_method_is_highlighted_in_all_plots(opened: Any) -> None:
     button = opened.locator("#run-1 .legend button", has_text="method-1")
     button.click()
     opened.mouse.move(0, 0)
@@ -228,7 +228,7 @@ def test_a_verdict_of_none_takes_less_room(browser: Any, tmp_path: Path) -> None
         assert none < 0.6 * best and (letters, facts) == ("16px", "block")
 
 
-def test_without_script_the_page_is_whole(browser: Any, page_file: Path) -> None:
+def test_without_the_script_the_page_is_complete(browser: Any, page_file: Path) -> None:
     context = browser.new_context(java_script_enabled=False, viewport={"width": NARROW, "height": 900})
     page = context.new_page()
     page.goto(page_file.as_uri())

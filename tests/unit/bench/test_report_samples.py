@@ -36,7 +36,7 @@ def build_record(method: str, keep: float | int, *right: str, out: int = 10, **m
     return dict(record="result", method=method, keep=keep, right=list(right), stats=dict(visual_tokens_out=out), **more)
 
 
-def test_the_questions_are_those_of_most_disagreement_kind_by_kind() -> None:
+def test_samples_are_questions_with_the_most_disagreement_of_each_kind() -> None:
     records = [
         dict(record="header", kind_of_question="000112"),
         build_record("unpatched", 1.0, "111111", out=100),
@@ -103,7 +103,7 @@ def run(drawn: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(drawn, tmp_path / "run"))
 
 
-def test_what_is_drawn_is_what_the_run_counted(drawn: Path) -> None:
+def test_drawings_match_the_counts_of_the_run(drawn: Path) -> None:
     data = json.loads((drawn / FOLDER / FILE).read_text())
     lines = [json.loads(line) for line in (drawn / "predictions.jsonl").read_text().splitlines()]
     assert (data["keep"], data["how"], len(data["samples"])) == (
@@ -161,7 +161,7 @@ def test_a_finished_run_draws_nothing_again(run: Path, monkeypatch: pytest.Monke
     assert before == {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in (run / FOLDER).iterdir()}
 
 
-def test_what_a_kill_left_out_is_drawn_and_what_is_not_shown_goes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_drawings_are_added_and_unused_drawings_deleted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn_questions = []
 
     def counted(folder: Path, subject: Any, question: Any, entry: Any, *rest: Any) -> None:
@@ -265,7 +265,7 @@ def test_several_images_are_drawn_side_by_side(tmp_path: Path) -> None:
     assert images[0].size == (120, 90)  # the images of the run are not changed
 
 
-def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from processors import demo_model, llava, photo
     from tokenprune_bench.profiling.model import Model
 
@@ -337,7 +337,7 @@ def test_a_png_by_the_name_of_a_webp_is_not_embedded(tmp_path: Path) -> None:
         (dict(samples=[dict(entry(), question=1)]), "damaged"),
     ],
 )
-def test_damaged_samples_are_said_and_the_page_is_made(changes: dict, message: str, tmp_path: Path) -> None:
+def test_damaged_samples_are_reported_on_the_page(changes: dict, message: str, tmp_path: Path) -> None:
     folder(tmp_path, **changes)
     write_run(tmp_path / "results.jsonl")
     assert message in read_samples(tmp_path).missing

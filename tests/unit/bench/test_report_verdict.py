@@ -51,14 +51,14 @@ def test_the_cheapest_within_one_point_and_within_three() -> None:
     assert verdicts(result("a", 0.2, 99, 99), plan=dict(seeds=[0], equal_cost=True))[1].answer == "a at target 0.2"
 
 
-def test_no_setting_within_a_point_is_said_so() -> None:
+def test_the_verdict_reports_that_no_setting_is_within_a_point() -> None:
     one_point, three_points = verdicts(*RIVALS, result("worse", 0.5, 80, 80), result("least", 0.25, 95, 95))
     assert one_point.row is None is three_points.row
     assert one_point.answer == "none; least at keep 0.25 loses least"
     assert one_point.facts == (("accuracy %", "95.0, -5.0 [-8.0, -2.5]"), ("visual tokens", "25 of 100 (25 %)"))
 
 
-def test_ties_are_said() -> None:
+def test_the_verdict_names_ties() -> None:
     """At equal token counts the higher score wins. The verdict names ties, and no setting far below."""
     rivals = [build_swapped_result("equal", 0.25, 2), result("first", 0.25, 99, 99), result("near", 0.25, 98, 99)]
     one_point, _ = verdicts(*RIVALS, *rivals, result("dear", 0.5, 99, 99))
@@ -73,7 +73,7 @@ def test_ties_are_said() -> None:
     assert verdicts(*many)[0].remarks[0].endswith("m4 at keep 0.25 and 3 more.")
 
 
-def test_the_interval_says_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interval_decides_the_certainty(monkeypatch: pytest.MonkeyPatch) -> None:
     same, cheap = result("same", 0.25, 100, 100), result("few", 0.1, 99, 99)
     one_point, three_points = verdicts(cheap, same)
     assert one_point.row.method == "few" and one_point.remarks[-1] == "The interval includes 0: no loss is shown."
@@ -99,7 +99,7 @@ def test_the_interval_says_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     assert find_verdicts(summarise([run_header, unpatched, same]))[0].doubt == ""
 
 
-def test_what_speaks_against_it_is_said() -> None:
+def test_the_verdict_names_caveats() -> None:
     best = verdicts(*RIVALS[:1], result("downsample", 0.25, 100, 100), result("same", 0.25, 100, 100))[0]
     assert best.row.method == "downsample"
     assert "`downsample` is a baseline: no method scores higher at this cost." in best.remarks
@@ -124,7 +124,7 @@ def test_an_empty_run_and_one_that_saves_nothing() -> None:
     assert find_verdicts(no_answers) == []
 
 
-def test_a_run_that_went_on_says_the_same(tmp_path: Path) -> None:
+def test_a_continued_run_has_the_same_verdict(tmp_path: Path) -> None:
     """Records in another order, and an interrupted last line."""
     records = [*RIVALS, result("half", 0.5, 99, 99, timing=timing(0.5)), result("third", 0.3, 97, 97)]
     expected = [verdict.line for verdict in verdicts(*records)]
@@ -137,7 +137,7 @@ def test_a_run_that_went_on_says_the_same(tmp_path: Path) -> None:
     assert f"- {expected[0]}\n" in page
 
 
-def test_the_page_opens_with_it() -> None:
+def test_the_page_opens_with_the_verdict() -> None:
     page = make_page([made("", *RIVALS, result("half", 0.5, 99, 99))])
     offsets = [page.index(text) for text in ("half at keep 0.5", "<svg viewBox", 'id="warnings-1"', "<td")]
     assert offsets == sorted(offsets) and page.count("<h4>Best at") == 2

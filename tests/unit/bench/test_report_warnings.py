@@ -57,7 +57,7 @@ def test_worse_and_not_better_are_told_apart() -> None:
     assert "200 questions do not show" in get_warning("not-better-than-random", *RIVALS, equal).text
 
 
-def test_without_a_baseline_that_is_said() -> None:
+def test_missing_baselines_are_reported() -> None:
     assert list_codes(RIVALS[0], GOOD) == ["no-downsample"]
     assert list_codes(GOOD) == ["no-random", "no-downsample"]
 
@@ -99,7 +99,7 @@ def test_few_questions_are_named() -> None:
     assert few_questions.title == "Only 20 questions" and "the smallest kind has 8 questions" in few_questions.text
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_results_are_named() -> None:
     skipped = [dict(record="skipped", method="odd", keep=keep, reason="it cannot") for keep in (0.5, 0.25)]
     assert get_warning("skipped-methods", *RIVALS, GOOD, *skipped).items == ("odd at 0.5, 0.25: it cannot",)
     data = dict(name="mine", questions=QUESTIONS, digest="d", skipped=["line 3: no question", "line 9: bad"])
@@ -110,7 +110,7 @@ def test_what_is_missing_is_named() -> None:
     assert "3 of 4 results" in get_warning("unfinished", *RIVALS, plan=plan).text
 
 
-def test_the_page_says_of_a_shipped_model_what_the_command_says() -> None:
+def test_the_page_and_the_command_warn_about_shipped_models() -> None:
     shipped = {"model": "demo_vlm (shipped)", "weights": "abc"}
     message = "demo_vlm (shipped) was trained only on synthetic scenes: do not compare methods on other images with it"
     for name, weights in (("photos.jsonl", "abc"), ("photos.jsonl", None), (f"{results.DRAWN_PREFIX}documents", "abc")):
@@ -171,7 +171,7 @@ def test_a_run_cannot_be_named_twice(tmp_path: Path) -> None:
         (json.dumps(header()) + "\n" + json.dumps(BASE | dict(extra=float("nan"))), "is damaged"),
     ],
 )
-def test_what_cannot_be_read_is_named(text: str | None, message: str, tmp_path: Path) -> None:
+def test_unreadable_runs_are_named(text: str | None, message: str, tmp_path: Path) -> None:
     good, bad = write_run(tmp_path / "good.jsonl"), tmp_path / "bad.jsonl"
     if text is not None:
         bad.write_text(text)

@@ -94,7 +94,7 @@ def test_lines_are_even_and_rarely_have_gaps() -> None:
 
 @each("width", [200, 300, 345, 460, 700])
 @each("text", [LONG, *ABOUT, "tome+divprune+fastv:layer=3, keep 0.25", "one", "", "x" * 90])
-def test_captions_fit_and_leave_no_word_alone(text: str, width: int) -> None:
+def test_captions_fit_without_short_last_lines(text: str, width: int) -> None:
     font = ImageFont.load_default(layout.letters(layout.WIDTH))
     lines = layout.wrapped(text, font, width)
     assert max(map(font.getlength, lines)) <= width
@@ -109,7 +109,7 @@ def test_an_answer_that_does_not_end_is_cut() -> None:
     assert len(lines) <= 5 and lines[-1].endswith(" ...") and max(map(font.getlength, lines)) <= 300
 
 
-def test_an_empty_answer_is_said(subject: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_answer_is_shown_as_nothing(subject: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "generate", lambda self, inputs, **options: self.model(**inputs) and [""])
     shown = side_by_side.show(subject, [photo(64, 64, 0)], "?", [Setting.from_text("uniform", 0.25)])
     assert [panel.lines[-1] for panel in shown.panels] == ["answer: (nothing)"] * 2
@@ -185,7 +185,7 @@ def test_a_gif_over_the_frames_of_a_video(tmp_path: Path) -> None:
         (("--gif", "keep", "--out", "a.png"), "a name that ends in .gif"),
     ],
 )
-def test_what_makes_no_sense_is_said_before_a_model_is_loaded(
+def test_invalid_options_are_refused_before_a_model_is_loaded(
     arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: Any, **__: Any) -> None:
@@ -212,6 +212,6 @@ def test_a_video_of_one_frame_does_not_move(subject: Model) -> None:
             animation.build_stills(shown, kind, 1)
 
 
-def test_a_gif_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_gif_that_cannot_be_written_raises(tmp_path: Path) -> None:
     with pytest.raises(TokenPruneError, match="Cannot write"):
         animation.save([Image.new("RGB", (4, 4))] * 2, tmp_path / "none" / "a.gif")

@@ -61,7 +61,7 @@ def test_the_drawing_has_the_pixels_of_the_part_that_the_model_sees(subject: Mod
     assert panel.image.size == part.size
 
 
-def test_dropped_is_told_from_kept_on_a_black_image(subject: Model) -> None:
+def test_dropped_and_kept_patches_differ_on_a_black_image(subject: Model) -> None:
     shown = side_by_side.show(subject, [Image.new("RGB", (512, 512))], QUESTION, build_settings(0.25, "uniform"))
     cells = np.asarray(shown.panels[1].image, int).reshape(16, 32, 16, 32, 3).transpose(0, 2, 1, 3, 4)
     inner = cells[:, :, 3:-3, 3:-3].max((2, 3, 4)).reshape(-1)

@@ -171,7 +171,7 @@ def build_control(right: str, chance: float = 0.25) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("right", "passed"), [("10" * 10, True), ("1000" * 5, False), ("0" * 20, False)])
-def test_a_control_that_does_not_fail_is_said(right: str, passed: bool) -> None:
+def test_a_passed_control_is_reported(right: str, passed: bool) -> None:
     from tests.unit.bench.test_bench import HEADER, RECORDS
 
     summary = results.summarise([HEADER, RECORDS[1], build_control(right), *RECORDS[2:]])
@@ -189,7 +189,7 @@ def test_controls_are_passes_of_the_unpatched_model() -> None:
     assert Pass.for_control("shuffled frames").method != "unpatched"
 
 
-def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
+def test_the_command_reports_only_evidence(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "evidence.jsonl"
     result = call(
         "bench", "--model", folder, "--set", "videos", "--images", 1, "--methods", "uniform", "--keep", "0.25",
@@ -212,5 +212,5 @@ def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
         (("--set", "videos", "--images", "1", "--device", "cpu"), "this model does not support videos"),
     ],
 )
-def test_what_does_not_go_together_is_said(arguments: tuple[str, ...], message: str) -> None:
+def test_conflicting_options_are_refused(arguments: tuple[str, ...], message: str) -> None:
     assert message in " ".join(refused("bench", *arguments).split())

@@ -49,7 +49,7 @@ def rows(call: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> 
     return path
 
 
-def test_each_row_says_what_was_asked_and_what_it_cost(rows: Path) -> None:
+def test_each_row_has_its_setting_and_its_cost(rows: Path) -> None:
     header, unpatched, *others = read_records(rows)
     assert header["plan"]["equal_cost"] and unpatched["method"] == "unpatched"
     assert [(record["method"], record["keep"], record["record"]) for record in others] == [
@@ -68,7 +68,7 @@ def test_each_row_says_what_was_asked_and_what_it_cost(rows: Path) -> None:
     assert fastv["stats"]["visual_tokens_average"] == 8 * 128
 
 
-def test_what_is_there_is_not_asked_again(
+def test_existing_rows_are_not_measured_again(
     rows: Path, script: Any, call: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "more.jsonl"
@@ -113,7 +113,7 @@ def test_rows_of_another_dtype_are_not_mixed(rows: Path, script: Any) -> None:
         (["--targets", "1.5"], "keep=1.5 is not a valid share"),
     ],
 )
-def test_what_cannot_be_asked_is_said(
+def test_invalid_arguments_are_refused(
     call: Callable[..., int], capsys: Any, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     assert call("ask", *arguments, "--out", tmp_path / "none.jsonl") == 2
@@ -121,7 +121,7 @@ def test_what_cannot_be_asked_is_said(
     assert not (tmp_path / "none.jsonl").exists()
 
 
-def test_a_section_says_accuracy_rank_and_what_was_not_reached(rows: Path, script: Any) -> None:
+def test_a_section_has_accuracy_rank_and_unreached_targets(rows: Path, script: Any) -> None:
     text = script.section(rows)
     (line,) = (row for row in text.splitlines() if row.startswith("| `fastv` | ") and "average_share" not in row)
     accuracy = next(record for record in read_records(rows) if record.get("method") == "fastv")["accuracy"]
@@ -174,7 +174,7 @@ def test_the_page_and_the_methods_for_comparison_are_current(script: Any) -> Non
     assert script.written(text) == text and script.COMPARISON.read_text() == script.for_comparison(), advice
 
 
-def test_methods_for_comparison_are_the_ones_that_the_rows_say(script: Any) -> None:
+def test_methods_for_comparison_follow_from_the_rows(script: Any) -> None:
     comparison_methods = load_comparison_methods()
     assert comparison_methods and not comparison_methods.keys() & {advice.method for advice in load_advice().values()}
     searched = {method.name for setting in build_grid(keeps=[0.5]) for method in setting.methods}

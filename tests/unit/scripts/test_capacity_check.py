@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_errors_are_of_what_was_measured(check: Any, folder: Path) -> None:
+def test_errors_compare_predictions_with_measurements(check: Any, folder: Path) -> None:
     """Simulate a server as fast as the closed forms at another share of peak compute. The script must fit this share,
     and compute errors for the share that the command assumes."""
     cpu, args = GPU("a core", 2**34, 1e10, 1e10, 1e10), argparse.Namespace(at_once=8, tokens=8)

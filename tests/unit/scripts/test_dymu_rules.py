@@ -41,7 +41,7 @@ def embed_images(model: Any, pixels: Tensor) -> tuple[Any, list[Tensor], int]:
 
 @pytest.mark.parametrize("name", ["llava", "llava_onevision"])
 @torch.no_grad()
-def test_without_the_authors_rules_it_is_the_library(rules: Any, name: str) -> None:
+def test_without_the_authors_rules_it_equals_the_library(rules: Any, name: str) -> None:
     model = FAMILIES[name].build()
     pixels = torch.cat([mixed(model), tiles(model, 3, seed=3)])
     blocks, images, protected = embed_images(model, pixels)
@@ -58,7 +58,7 @@ def test_without_the_authors_rules_it_is_the_library(rules: Any, name: str) -> N
     assert len(set(counts)) > 1
 
 
-def test_each_rule_changes_what_it_says(rules: Any) -> None:
+def test_each_rule_changes_the_result(rules: Any) -> None:
     g = torch.Generator().manual_seed(0)
     model = FAMILIES["llava_onevision"].build()
     blocks, _, _ = embed_images(model, tiles(model, 1))

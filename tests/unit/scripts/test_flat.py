@@ -28,7 +28,7 @@ def run(flat: Any, out: Path, *more: str) -> tuple[dict, list[dict], dict]:
     return first, rows, last
 
 
-def test_bytes_are_those_of_full_memories_and_all_frames_are_seen(flat: Any, tmp_path: Path) -> None:
+def test_bytes_match_full_memories_and_all_frames_are_processed(flat: Any, tmp_path: Path) -> None:
     policy = ("--policy", "uniform")
     first, rows, last = run(flat, tmp_path / "flat.jsonl", *policy)
     blocks = [row for row in rows if row["record"] == "block"]
@@ -52,7 +52,7 @@ def test_the_frames_sent_anew_are_the_last_of_the_stream(flat: Any) -> None:
     assert (answer.logits[0] - flat.anew(model, frames, 70, 8)).abs().max() < 1e-4
 
 
-def test_a_slope_is_that_of_the_line_and_its_interval_holds_it(flat: Any) -> None:
+def test_a_slope_is_exact_and_inside_its_interval(flat: Any) -> None:
     frames = list(range(0, 10_000, 10))
     exact = flat.slope(frames, [3 + 0.002 * frame for frame in frames])
     assert all(exact[name] == pytest.approx(2.0) for name in ("rise", "low", "high"))

@@ -54,7 +54,7 @@ def test_files_lines_imports_and_circles_are_counted(house: ModuleType, small: P
     assert opened["circles of folders"] == []
 
 
-def test_blanks_comments_and_docstrings_are_no_code(house: ModuleType) -> None:
+def test_blank_lines_comments_and_docstrings_do_not_count(house: ModuleType) -> None:
     before = '"""Says\nmuch."""\n\n# a comment\nlong = """two\nlines"""\n\n\n'
     text = before + 'def one():\n    """Doc."""\n    return (\n        1\n    )  # why\n'
     assert house.code_lines(text) == 6

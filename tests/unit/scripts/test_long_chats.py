@@ -15,7 +15,7 @@ def script(script: Any) -> Any:
     return script("long_chats")
 
 
-def test_what_a_cache_cannot_give_is_counted_token_by_token(script: Any) -> None:
+def test_cache_misses_equal_a_count_of_single_tokens(script: Any) -> None:
     for way in script.WAYS:
         cached: list[Any] = []
         computed = 0
@@ -27,7 +27,7 @@ def test_what_a_cache_cannot_give_is_counted_token_by_token(script: Any) -> None
         assert f"| {way.name} | {computed:,} |" in script.table()
 
 
-def test_the_engine_computes_what_a_cache_of_blocks_has_to(script: Any) -> None:
+def test_engine_computes_the_misses_of_a_cache_of_blocks(script: Any) -> None:
     """The engine computes more than a cache of single tokens, by less than a block per turn, and encodes only new
     images."""
     lines = (script.PAGE.parents[2] / "benchmarks/results/long_chats_vllm.jsonl").read_text().splitlines()

@@ -51,7 +51,7 @@ def read_server_config(setting: dict[str, Any]) -> ServerConfig:
     return ServerConfig.from_json(own_keys, server, lambda profile: parse_setting(base, profile))
 
 
-def test_right_and_wrong_are_what_they_are_called(load: Any, checks: Any) -> None:
+def test_right_settings_are_accepted_and_wrong_settings_raise(load: Any, checks: Any) -> None:
     config = read_server_config(checks.BASE | checks.OFFERS[0] | checks.LIMITS)
     for setting in [*load.OWN, *({"profile": profile} for profile in load.PROFILES)]:
         config.setting(setting)
@@ -60,7 +60,7 @@ def test_right_and_wrong_are_what_they_are_called(load: Any, checks: Any) -> Non
             config.setting(setting)
 
 
-def test_offers_are_right_but_those_called_wrong(checks: Any) -> None:
+def test_offers_are_valid_except_the_wrong_offers(checks: Any) -> None:
     for index, offer in enumerate(checks.OFFERS):
         if index in checks.WRONG_OFFERS:
             with pytest.raises(TokenPruneError):
@@ -69,7 +69,7 @@ def test_offers_are_right_but_those_called_wrong(checks: Any) -> None:
             read_server_config(checks.BASE | offer | checks.LIMITS)
 
 
-def test_a_difference_is_seen(load: Any) -> None:
+def test_differences_of_answers_are_detected(load: Any) -> None:
     answer = load.Answer(200, (5, 7), {(0, 5): -0.1, (1, 7): -0.2})
     assert load.differences(answer, answer) == [] == load.differences(load.Answer(400), load.Answer(400))
     assert load.differences(answer, load.Answer(200, (5, 7), {(0, 5): -0.10005, (1, 8): -9.0})) == []
@@ -78,7 +78,7 @@ def test_a_difference_is_seen(load: Any) -> None:
     assert load.differences(answer, load.Answer(200, (5, 7), {(1, 7): -0.3})) == ["log-probabilities differ by 1.0e-01"]
 
 
-def test_alone_a_request_asks_for_what_served_it(load: Any) -> None:
+def test_a_single_request_uses_the_setting_that_served_it(load: Any) -> None:
     named = load.Request("name", (0,), "what?", "fast")
     assert load.alone(named, load.Answer(200, served=SERVED)) == load.Request(
         "setting", (0,), "what?", None, {"method": "uniform", "keep": 0.11}, True
@@ -92,7 +92,7 @@ def test_alone_a_request_asks_for_what_served_it(load: Any) -> None:
     assert load.alone(named, load.Answer(400)) is named
 
 
-def test_a_setting_that_was_not_in_force_is_seen(load: Any, checks: Any) -> None:
+def test_a_setting_outside_of_its_offer_is_detected(load: Any, checks: Any) -> None:
     times = [checks.InForce(0, 0, 11), checks.InForce(1, 10, 20), checks.InForce(3, 19)]
 
     def check(kind: str, begin: float, served: str, profile: str | None = None) -> str | None:
@@ -113,7 +113,7 @@ def test_a_setting_that_was_not_in_force_is_seen(load: Any, checks: Any) -> None
     assert check("setting", 1, SERVED) is None
 
 
-def test_a_wrong_sum_is_seen(load: Any, checks: Any) -> None:
+def test_wrong_metric_sums_are_detected(load: Any, checks: Any) -> None:
     page = """
 # HELP tokenprune:requests_total what
 tokenprune:requests_total{by="name",model_name="served",profile="fast"} 2.0

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-def test_each_text_stands_once_in_its_package_and_its_tests_are_there(mutations: ModuleType) -> None:
+def test_each_text_occurs_once_in_its_package_and_its_tests_exist(mutations: ModuleType) -> None:
     problems = {
         mutation.name: problem for mutation in mutations.table() if (problem := mutation.problem(ROOT)) is not None
     }
@@ -46,7 +46,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_text_that_is_gone_or_stands_twice_is_a_problem(mutations: ModuleType, small: Path) -> None:
+def test_a_missing_or_repeated_text_is_a_problem(mutations: ModuleType, small: Path) -> None:
     def problem(old: str, test: str = "test_one.py") -> str | None:
         return mutations.Mutation("one", "small", old, "", [test]).problem(small)
 

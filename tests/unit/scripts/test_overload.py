@@ -46,7 +46,7 @@ def test_a_queue_by_hand(overload: Any) -> None:
     assert [served.seconds for served in overload.simulate([0, 10], rule, seconds)] == [10, 10]
 
 
-def test_the_rule_is_the_servers(overload: Any) -> None:
+def test_the_rule_equals_the_server(overload: Any) -> None:
     off = OFF
     config = {"profiles": {"a": {"off": True}, "b": {"off": True}}}
     config["overload"] = {"in_flight": [3, 7], "profiles": ["a", "b"]} | overload.BARE

@@ -52,7 +52,7 @@ def test_one_run_of_the_tower_serves_all_questions(name: str, script: Any, asked
     torch.testing.assert_close(shared_output.logits, output.logits)
 
 
-def test_what_is_encoded_once_reads_nothing_of_the_tower(script: Any) -> None:
+def test_methods_that_share_features_read_no_tower_observables(script: Any) -> None:
     for name in script.AFTER:
         info = tokenprune.method_info(name)
         assert info.site is tokenprune.Site.PRE_LLM and not any(

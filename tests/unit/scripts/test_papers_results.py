@@ -75,7 +75,7 @@ def test_differences_are_of_percentages_and_marked_above_one_point(papers: Any, 
     assert base["POPE"] == "86.9 (+0.0)"  # among the published results, DyMU's is the closest
 
 
-def test_a_mean_is_over_what_both_have(papers: Any, tmp_path: Path) -> None:
+def test_a_mean_covers_the_sets_that_both_have(papers: Any, tmp_path: Path) -> None:
     write_results(papers, tmp_path, "unpatched", DART_BASE)
     write_results(papers, tmp_path, "dart-128-cut", {"gqa": 61.9, "pope": 85.9})
     theirs = (58.7 / 61.9 + 80.1 / 85.9) / 2 * 100
@@ -104,7 +104,7 @@ def test_lmms_evals_metrics_become_the_numbers_of_papers(papers: Any) -> None:
     assert sets["sqa"].score({"exact_match,none": True}) is None and sets["vqav2"].score({}) is None
 
 
-def test_two_models_in_one_folder_are_told(papers: Any, tmp_path: Path) -> None:
+def test_two_models_in_one_folder_are_reported(papers: Any, tmp_path: Path) -> None:
     path = write_results(papers, tmp_path, "dart-128", {"gqa": 60.0})
     all_settings = papers.settings.settings()
     assert papers.outcomes.read_all(tmp_path, all_settings).notes == ["Measured on llava-hf/llava-1.5-7b-hf."]
@@ -114,7 +114,7 @@ def test_two_models_in_one_folder_are_told(papers: Any, tmp_path: Path) -> None:
     assert note == "Measured on llava-hf/llava-1.5-13b-hf and llava-hf/llava-1.5-7b-hf: not comparable."
 
 
-def test_the_newest_file_counts_and_odd_ones_are_told(papers: Any, tmp_path: Path) -> None:
+def test_the_newest_file_counts_and_unusual_files_are_reported(papers: Any, tmp_path: Path) -> None:
     write_results(papers, tmp_path, "dart-128", {"gqa": 50.0, "vqav2": 70.0}, date="20260101_000000")
     newest = write_results(papers, tmp_path, "dart-128", {"gqa": 60.0}, date="20260203_000000")
     write_results(papers, tmp_path, "dart-128", {"gqa": 10.0}, date="20260301_000000", config={"limit": 8})

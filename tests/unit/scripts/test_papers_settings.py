@@ -111,7 +111,7 @@ def test_budgets_are_hit(papers: Any) -> None:
     assert find_setting(papers, "vscan-64").tokens == "96, 32 from layer 16 on"
 
 
-def test_downsample_comes_to_what_the_settings_say(papers: Any) -> None:
+def test_downsample_keeps_the_average_of_its_setting(papers: Any) -> None:
     from tokenprune.integrations.shared.resizing import _find_side
 
     for budget in (192, 128, 64):
@@ -119,7 +119,7 @@ def test_downsample_comes_to_what_the_settings_say(papers: Any) -> None:
         assert _find_side(24, downsample.keep) ** 2 == downsample.average
 
 
-def test_a_model_of_this_shape_sees_what_the_settings_say(papers: Any) -> None:
+def test_settings_reach_their_average_in_a_model_of_this_shape(papers: Any) -> None:
     """Use 24 x 24 patches, 24 blocks and 32 layers, as in LLaVA-1.5-7B, with tiny widths. Only some settings run, for
     speed."""
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=24, num_attention_heads=1)
@@ -232,7 +232,7 @@ def test_dymu_is_calibrated_for_the_shares_that_it_is_run_with(papers: Any, call
         (["--pretrained", "a,b"], "has a comma"),
     ],
 )
-def test_what_is_not_there_is_said(call: Any, arguments: list[str], told: str) -> None:
+def test_unknown_arguments_are_refused(call: Any, arguments: list[str], told: str) -> None:
     code, out, error = call("commands", *arguments)
     assert code == 2 and told in error and not parse_commands(out)
 
@@ -244,7 +244,7 @@ def find_lmms_eval_tasks() -> Path:
     return Path(installed.submodule_search_locations[0]) / "tasks"
 
 
-def test_our_own_task_differs_from_lmms_evals_in_the_ocr_tokens_alone(papers: Any) -> None:
+def test_our_task_differs_from_lmms_evals_only_in_the_ocr_tokens(papers: Any) -> None:
     class Loader(yaml.SafeLoader):
         pass
 

@@ -63,7 +63,9 @@ def test_a_run_goes_on_where_it_stopped(
     assert call("run", *SMALL, "--out", tmp_path)[0] == 0 and lmms_eval.calls == []
 
 
-def test_a_failure_is_told_and_the_others_run(papers: Any, call: Any, lmms_eval: Any, tmp_path: Path) -> None:
+def test_a_failed_command_is_reported_and_the_others_run(
+    papers: Any, call: Any, lmms_eval: Any, tmp_path: Path
+) -> None:
     lmms_eval.fails |= {("random-64", "mme"), ("dart-64", "gqa"), ("dart-64", "mme")}
     code, output, error = call("run", *SMALL, "--out", tmp_path)
     assert code == 2 and len(lmms_eval.calls) == 4 and "papers_table.py table" not in output
@@ -117,7 +119,7 @@ def test_a_broken_result_is_measured_again(papers: Any, call: Any, lmms_eval: An
     assert path.with_name(f"{path.name}.broken").exists() and call("table", tmp_path)[0] == 0  # no files are lost
 
 
-def test_dymu_without_thresholds_is_left_and_told(call: Any, lmms_eval: Any, tmp_path: Path) -> None:
+def test_dymu_without_thresholds_is_skipped_with_an_error(call: Any, lmms_eval: Any, tmp_path: Path) -> None:
     flags = (*"--methods dymu,random --budgets 64 --sets gqa --out".split(), tmp_path, "--thresholds", tmp_path / "t")
     code, _, error = call("run", *flags)
     assert code == 2 and f"dymu-64: {tmp_path / 't'} does not" in error and "`tokenprune fit dymu" in error
@@ -151,7 +153,7 @@ def test_the_page_is_current(papers: Any, call: Any, tmp_path: Path, monkeypatch
         assert call("page")[0] == 0 and stale.read_text() == text
 
 
-def test_what_papers_count_comes_to_what_their_layers_see(papers: Any) -> None:
+def test_averages_of_papers_equal_the_tokens_of_their_layers(papers: Any) -> None:
     """Expected values follow the lists in the authors' code; 9, 4 and 3 tokens are merged tokens, beyond SparseVLM's
     counts."""
     counts = papers.counts

@@ -28,7 +28,7 @@ def build_answers(share: float, images: int = 50) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("shares", "tau"), [((0.9, 0.6, 0.2), 1.0), ((0.2, 0.6, 0.9), -1.0), ((0.9, 0.2, 0.6), 1 / 3)])
-def test_tau_tells_how_many_pairs_are_in_the_same_order(script: Any, shares: tuple, tau: float) -> None:
+def test_tau_counts_pairs_in_the_same_order(script: Any, shares: tuple, tau: float) -> None:
     published = {"a": 97.0, "b": 90.0, "c": 70.0}
     scores = {name: build_answers(share) for name, share in zip("abc", shares, strict=True)}
     agreement = script.agreement(scores, published, [n // 8 for n in range(400)], 60)

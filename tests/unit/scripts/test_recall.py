@@ -191,7 +191,7 @@ def test_a_run_writes_rows_and_draws_them(
     assert cells["event", 200, 8]["share"] == (1, 1, 1) and cells["event", 200, 8]["streams"] == 2
 
 
-def test_a_stream_that_was_not_followed_counts_as_lost_and_one_that_was_not_measured_not(report: Any) -> None:
+def test_an_aborted_stream_counts_as_lost_and_a_missing_stream_does_not_count(report: Any) -> None:
     def row(stream: int, most: int, ages: list[int], share: float) -> dict[str, Any]:
         shares = [[share] * 3] * len(ages)
         return {"record": "stream", "policy": "random", "memory": 200, "stream": stream, "most": most, "ages": ages,

@@ -80,7 +80,7 @@ def test_the_frozen_tower_changes_nothing(script: Any) -> None:
         torch.testing.assert_close(gradient, results[0][1])
 
 
-def test_what_is_learned_from_is_not_what_is_asked(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_data_and_held_out_questions_are_disjoint(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "load_heldout", None)
     splits = []
     monkeypatch.setattr(script, "load_photos", lambda split: splits.append(split) or ())

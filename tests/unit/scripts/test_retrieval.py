@@ -43,7 +43,7 @@ def test_merged_vectors(script: Any) -> None:
     assert script.docpruner(attention, 28).sum() == 5 * 28
 
 
-def test_what_a_document_shows_is_drawn_the_same_again(script: Any) -> None:
+def test_documents_are_reproducible(script: Any) -> None:
     training = importlib.import_module("retrieval_training")
     document, again = training.draw(1, 2), training.draw(1, 2)
     assert (

@@ -73,7 +73,7 @@ def test_a_loaded_row_is_not_written_unless_it_is_marked(
     assert rows.quiet(path)[1] == [quiet]
 
 
-def test_it_goes_on_after_the_quiet_rows_of_the_same_measurement(rows: Any, tmp_path: Path) -> None:
+def test_a_run_continues_after_quiet_rows_of_the_same_measurement(rows: Any, tmp_path: Path) -> None:
     path, ran = tmp_path / "a.jsonl", []
 
     def measure(file: Any, key: Any) -> Any:

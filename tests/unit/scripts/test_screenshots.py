@@ -23,7 +23,7 @@ PAGES = {
 FONTS = {name: (8, 16, 32) if "table" in body else (16,) for name, body in PAGES.items()}
 
 
-def test_what_is_wrong_with_a_page_is_said(browser: Any, tmp_path: Path) -> None:
+def test_problems_of_a_page_are_reported(browser: Any, tmp_path: Path) -> None:
     tool, names = generator("screenshots"), []
     for name, font in ((name, font) for name, fonts in FONTS.items() for font in fonts):
         head = "<!doctype html><html lang=en><link rel=icon href='data:,'><title>-</title>"

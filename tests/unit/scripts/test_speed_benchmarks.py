@@ -211,7 +211,7 @@ def test_memory(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "| padded | `fastv` |" in script("performance").memory()
 
 
-def test_live_bytes_are_those_of_tensors(script) -> None:
+def test_live_bytes_equal_the_bytes_of_tensors(script) -> None:
     kept = torch.zeros(1000)
     with torch.inference_mode(), script("common").Live() as peak:
         first = kept + 1  # 4000 bytes

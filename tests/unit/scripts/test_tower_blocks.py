@@ -39,7 +39,7 @@ def test_every_score_at_every_block_but_the_last(script: Any) -> None:
     assert {case["layer"] for case in cases if case["score"] == "change"} == {1, 2}
 
 
-def test_answers_are_those_of_each_question_alone(script: Any) -> None:
+def test_answers_equal_those_of_single_questions(script: Any) -> None:
     with torch.no_grad():
         subject = load_model("demo_qwen")
         (questions,) = script.sets_of(subject, 1)["photographs"]

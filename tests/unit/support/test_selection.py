@@ -44,7 +44,7 @@ def test_covering_holds_every_pair_that_any_variant_holds() -> None:
         assert len(covered) < len(variants) / 2
 
 
-def test_covering_keeps_what_has_nothing_to_pair() -> None:
+def test_covering_keeps_variants_without_pairs() -> None:
     assert covering([{"a": 1}, {"a": 2}]) == [0, 1]
     assert covering([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 2, "b": 1}]) == [0, 1, 2]
 
@@ -98,7 +98,7 @@ def test_one_method_of_each_site_runs_on_every_family() -> None:
     assert all(len(families[f"one {name}"]) == 1 for name in ("uniform", "random", "pool", "fastv"))
 
 
-def test_of_a_test_by_kind_the_first_of_each_runs_on_three_families() -> None:
+def test_in_tests_marked_each_kind_the_first_method_of_each_kind_runs_on_three_families() -> None:
     tests = items("one", method=["uniform", "random", "divprune", "pool"], family=SOME)
     for item in tests:
         item.marked = True
@@ -108,14 +108,14 @@ def test_of_a_test_by_kind_the_first_of_each_runs_on_three_families() -> None:
     assert all(len(families[f"one {name}"]) == 1 for name in ("uniform", "random"))
 
 
-def test_without_these_the_first_runs_on_every_family() -> None:
+def test_without_fast_methods_the_first_method_runs_on_every_family() -> None:
     methods = ["uniform", "random"]
     families = left_of(items("one", method=methods, family=SOME), items("other", method=methods))
     assert families["one random"] == set(SOME) and len(families["one uniform"]) == 1
     assert families["other random"] == families["other uniform"] == {"none"}
 
 
-def test_a_method_changes_families_from_test_to_test() -> None:
+def test_a_reduced_method_runs_on_other_families_in_other_tests() -> None:
     families = left_of(*(items(f"test{n}", method=["divprune", "uniform"], family=SOME) for n in range(20)))
     assert set().union(*(families[f"test{n} uniform"] for n in range(20))) == {"llava", "qwen2_5_vl"}
     assert families == left_of(*(items(f"test{n}", method=["divprune", "uniform"], family=SOME) for n in range(20)))
@@ -133,7 +133,7 @@ def test_a_method_that_is_not_the_first_of_its_kind_runs_one_variant() -> None:
     )
 
 
-def test_a_method_of_videos_runs_where_there_are_some() -> None:
+def test_a_video_method_runs_on_families_with_videos() -> None:
     families = left_of(
         items("one", method=["evs", "frames", "stc", "kitoke", "vidcom2"], family=["llava", "qwen2_5_vl"])
     )
@@ -141,7 +141,7 @@ def test_a_method_of_videos_runs_where_there_are_some() -> None:
     assert all("llava" not in run_on for name, run_on in families.items() if name != "one evs")
 
 
-def test_what_is_thorough_is_left_out() -> None:
+def test_thorough_tests_are_left_out() -> None:
     quick, thorough = items("one", a=[1, 2])
     thorough.marked = True
     kept = [quick, thorough]
@@ -157,7 +157,7 @@ def test_the_first_values_run_on_every_family() -> None:
     assert sorted(variants, key=str) == [("gemma3", {"images": 2}), ("smolvlm", {"images": 2})]
 
 
-def test_tables_name_what_there_is() -> None:
+def test_tables_name_existing_entries() -> None:
     assert FAST_FAMILIES.keys() <= FAMILIES.keys()
     assert FEW_FAMILIES.keys() <= zoo.FAMILIES.keys()
     assert FAST_METHODS.keys() <= set(tokenprune.available_methods())
@@ -189,7 +189,7 @@ def test_all_values_that_fail_are_named() -> None:
     assert message.count("word='a', length=3") == 3 and "number=1" not in message
 
 
-def test_a_test_of_no_values_that_run_is_skipped() -> None:
+def test_a_test_whose_values_all_skip_is_skipped() -> None:
     @each("number", range(2))
     def check(number: int) -> None:
         pytest.skip(f"no {number}")
