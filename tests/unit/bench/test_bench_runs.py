@@ -227,15 +227,15 @@ def test_a_full_disk_is_reported_for_json_output(data: Path) -> None:
 def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     rows[1]["question"] = "<image>\n" + rows[1]["question"]
-    mine = tmp_path / "mine.jsonl"
-    mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = invoke_bench(mine, "--run", tmp_path / "run")
+    questions_path = tmp_path / "mine.jsonl"
+    questions_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = invoke_bench(questions_path, "--run", tmp_path / "run")
     assert result.exit_code == 2
     assert "line 2: its question contains the placeholder '<image>'" in result.stderr and "--skip-bad" in result.stderr
     assert not (tmp_path / "run").exists()
     # With --skip-bad it is left out like other bad rows, and so is a video if the model does not support videos.
-    mine.write_text(mine.read_text() + '{"image": "none.png", "question": "q", "answer": "a"}\n')
-    result = invoke_bench(mine, "--skip-bad", "--run", tmp_path / "run")
+    questions_path.write_text(questions_path.read_text() + '{"image": "none.png", "question": "q", "answer": "a"}\n')
+    result = invoke_bench(questions_path, "--skip-bad", "--run", tmp_path / "run")
     assert result.exit_code == 0, result.output
     skipped = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
     assert [line[:17] for line in skipped] == ["skipped: line 2: ", "skipped: line 4: "] and "'<image>'" in skipped[0]
@@ -243,8 +243,8 @@ def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, t
     header = read_untimed(tmp_path / "run/results.jsonl")[0]
     assert header["data"]["questions"] == len(rows) - 1 == len(header["kind_of_question"])
     # Without any valid question there is an error.
-    mine.write_text(json.dumps(rows[1]) + "\n")
-    result = invoke_bench(mine, "--skip-bad")
+    questions_path.write_text(json.dumps(rows[1]) + "\n")
+    result = invoke_bench(questions_path, "--skip-bad")
     assert result.exit_code == 2 and "has no questions: all 1 rows are bad, line 1: " in result.stderr
 
 

@@ -76,11 +76,9 @@ def test_a_method_without_a_predictable_cost_is_refused_by_name(name: str, why: 
 
 def test_each_site_gets_the_matching_setting() -> None:
     # The `keep` of vscan is the average of its two cuts.
-    settings = {"fastv": {"keep": {"average_share": 0.25}}, "dymu": {"keep": 0.25, "exact": True}}
-    for name in ("divprune", "vscan", "tome", *settings):
-        assert solve_setting(parse_setting(name), 0.25).to_json() == {"method": name} | settings.get(
-            name, {"keep": 0.25}
-        )
+    keeps = {"fastv": {"keep": {"average_share": 0.25}}, "dymu": {"keep": 0.25, "exact": True}}
+    for name in ("divprune", "vscan", "tome", *keeps):
+        assert solve_setting(parse_setting(name), 0.25).to_json() == {"method": name} | keeps.get(name, {"keep": 0.25})
 
 
 def test_a_run_with_another_cost_is_explained() -> None:

@@ -44,13 +44,13 @@ def test_without_results_the_columns_are_empty(papers: Any) -> None:
 def test_results_land_beside_the_published_numbers(papers: Any, tmp_path: Path) -> None:
     write_results(papers, tmp_path, "unpatched", DART_BASE)
     write_results(papers, tmp_path, "dart-128-cut", DART_128)
-    mine = read_column(papers, tmp_path, "dart", "128 yours, at the cut")
-    assert [mine[task_set.title] for task_set in papers.sets.SETS.values()] == [
+    column = read_column(papers, tmp_path, "dart", "128 yours, at the cut")
+    assert [column[task_set.title] for task_set in papers.sets.SETS.values()] == [
         "58.7 (+0.0)", "63.2 (+0.0)", "1840 (+0.0)", "80.1 (+0.0)", "69.1 (+0.0)", "75.9 (+0.0)", "56.4 (+0.0)",
     ]  # fmt: skip
     mean = sum(100 * DART_128[key] / DART_BASE[key] for key in DART_BASE) / 7
-    assert mine["mean of these, %"] == f"{mean:.1f} (+0.0)"
-    assert mine["average as printed, %"] == f"**{mean:.1f} ({mean - 98.0:+.1f})**"
+    assert column["mean of these, %"] == f"{mean:.1f} (+0.0)"
+    assert column["average as printed, %"] == f"**{mean:.1f} ({mean - 98.0:+.1f})**"
     # Missing results stay empty, and other ways to count tokens are not compared.
     assert not any(read_column(papers, tmp_path, "dart", "128 yours, average").values())
     write_results(papers, tmp_path, "dart-128", DART_128)
@@ -65,9 +65,9 @@ def test_differences_are_of_percentages_and_marked_above_one_point(papers: Any, 
     write_results(papers, tmp_path, "unpatched", {key: 0.9 * value for key, value in DART_BASE.items()})
     lower = {key: 0.9 * value for key, value in DART_128.items()} | {"gqa": 0.9 * (58.7 - 0.02 * 61.9)}
     write_results(papers, tmp_path, "dart-128-cut", lower | {"sqa": 0.9 * (69.1 - 0.005 * 69.5)})
-    mine = read_column(papers, tmp_path, "dart", "128 yours, at the cut")
-    assert mine["GQA"] == "**51.7 (-2.0)**" and mine["SQA"] == "61.9 (-0.5)" and mine["VQAv2"] == "68.3 (+0.0)"
-    assert mine["mean of these, %"].endswith("(-0.4)")
+    column = read_column(papers, tmp_path, "dart", "128 yours, at the cut")
+    assert column["GQA"] == "**51.7 (-2.0)**" and column["SQA"] == "61.9 (-0.5)" and column["VQAv2"] == "68.3 (+0.0)"
+    assert column["mean of these, %"].endswith("(-0.4)")
     # The unpatched model is compared in points; MME in hundredths of its maximum of 2800.
     write_results(papers, tmp_path, "unpatched", {"mme": 1848, "pope": 86.9}, date="20260102_000000")
     base = read_column(papers, tmp_path, "unpatched", "576 yours")
@@ -78,9 +78,9 @@ def test_differences_are_of_percentages_and_marked_above_one_point(papers: Any, 
 def test_a_mean_covers_the_sets_that_both_have(papers: Any, tmp_path: Path) -> None:
     write_results(papers, tmp_path, "unpatched", DART_BASE)
     write_results(papers, tmp_path, "dart-128-cut", {"gqa": 61.9, "pope": 85.9})
-    theirs = (58.7 / 61.9 + 80.1 / 85.9) / 2 * 100
-    mine = read_column(papers, tmp_path, "dart", "128 yours, at the cut")
-    assert mine["mean of these, %"] == f"**100.0 ({100 - theirs:+.1f})**"
+    published = (58.7 / 61.9 + 80.1 / 85.9) / 2 * 100
+    column = read_column(papers, tmp_path, "dart", "128 yours, at the cut")
+    assert column["mean of these, %"] == f"**100.0 ({100 - published:+.1f})**"
 
 
 def test_methods_without_published_numbers_have_a_table_of_their_own(papers: Any, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def replace_metrics(**metrics: Any) -> Callable[[Path], None]:
 
 
 @each(
-    ("breaks", "told"),
+    ("breaks", "message"),
     [
         (truncate_file, "JSON (Expecting"),
         (lambda path: path.write_text("[]"), "is not a results file of lmms-eval"),
@@ -155,12 +155,12 @@ def replace_metrics(**metrics: Any) -> Callable[[Path], None]:
         (lambda path: path.write_text(path.read_text().replace("method=dart", "method=none")), "it has method=none"),
     ],
 )  # fmt: skip
-def test_a_broken_file_is_named(papers: Any, call: Any, tmp_path: Path, breaks: Any, told: str) -> None:
+def test_a_broken_file_is_named(papers: Any, call: Any, tmp_path: Path, breaks: Any, message: str) -> None:
     path = write_results(papers, tmp_path, "dart-64", {"gqa": 50.0})
     write_results(papers, tmp_path, "unpatched", {"gqa": 60.0})
     breaks(path)
     code, out, error = call("table", tmp_path)
-    assert code == 2 and told in error and str(path) in error and "rename these files" in error and not out
+    assert code == 2 and message in error and str(path) in error and "rename these files" in error and not out
     assert str(tmp_path / "unpatched") not in error
 
 

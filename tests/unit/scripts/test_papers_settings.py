@@ -221,7 +221,7 @@ def test_dymu_is_calibrated_for_the_shares_that_it_is_run_with(papers: Any, call
 
 
 @each(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--methods", "dartt"], "'dartt' is unknown"),
         (["--methods", "pevlm"], "it removes no tokens"),
@@ -232,9 +232,9 @@ def test_dymu_is_calibrated_for_the_shares_that_it_is_run_with(papers: Any, call
         (["--pretrained", "a,b"], "has a comma"),
     ],
 )
-def test_unknown_arguments_are_refused(call: Any, arguments: list[str], told: str) -> None:
+def test_unknown_arguments_are_refused(call: Any, arguments: list[str], message: str) -> None:
     code, out, error = call("commands", *arguments)
-    assert code == 2 and told in error and not parse_commands(out)
+    assert code == 2 and message in error and not parse_commands(out)
 
 
 def find_lmms_eval_tasks() -> Path:
@@ -251,16 +251,16 @@ def test_our_task_differs_from_lmms_evals_only_in_the_ocr_tokens(papers: Any) ->
     Loader.add_constructor("!function", lambda loader, node: node.value)
     load = functools.partial(yaml.load, Loader=Loader)
     path = papers.sets.TASK_FOLDER / "textvqa_val_ocr.yaml"
-    ours = load(path.read_text())
-    assert ours["task"] == path.stem == papers.sets.SETS["textvqa"].tasks[0]
-    assert ours["lmms_eval_specific_kwargs"]["default"]["ocr"] is True
+    our_task = load(path.read_text())
+    assert our_task["task"] == path.stem == papers.sets.SETS["textvqa"].tasks[0]
+    assert our_task["lmms_eval_specific_kwargs"]["default"]["ocr"] is True
     folder = find_lmms_eval_tasks() / "textvqa"
     names = ("_default_template_textvqa_yaml", "textvqa_val.yaml")
-    theirs = {key: value for name in names for key, value in load((folder / name).read_text()).items()}
+    original = {key: value for name in names for key, value in load((folder / name).read_text()).items()}
     same = "dataset_path test_split output_type doc_to_target generation_kwargs doc_to_text doc_to_visual".split()
-    assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
-    default = theirs["lmms_eval_specific_kwargs"]["default"]
-    assert ours["lmms_eval_specific_kwargs"]["default"] == default | {"ocr": True}
+    assert {name: our_task[name] for name in same} == {name: original[name] for name in same}
+    default = original["lmms_eval_specific_kwargs"]["default"]
+    assert our_task["lmms_eval_specific_kwargs"]["default"] == default | {"ocr": True}
 
 
 def test_lmms_eval_has_the_tasks_and_their_metrics(papers: Any) -> None:

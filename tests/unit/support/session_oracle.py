@@ -141,18 +141,18 @@ def images_of(family: Family, count: int, seed: int = 3, size: int = 0) -> list[
     return [family.image(family.sizes[size], g, 2) for _ in range(count)]
 
 
-def played(session: Recorded, frames: int = 12, block: int = 2, asked: bool = False, size: int = 0) -> Recorded:
+def played(record: Recorded, frames: int = 12, block: int = 2, asked: bool = False, size: int = 0) -> Recorded:
     """Append text, images and questions. The last input is text, whose logits are compared."""
-    images = images_of(session.family, frames, size=size)
-    session.session.say([1, 20, 21, 22])
+    images = images_of(record.family, frames, size=size)
+    record.session.say([1, 20, 21, 22])
     for start in range(0, frames, block):
-        session.see(images[start : start + block])
+        record.see(images[start : start + block])
         if asked:
-            answers = [session.session.ask([30, 31, 32], max_new_tokens=3, return_dict=True) for _ in range(2)]
+            answers = [record.session.ask([30, 31, 32], max_new_tokens=3, return_dict=True) for _ in range(2)]
             assert torch.equal(answers[0].logits, answers[1].logits)
         if start == 4:
-            session.session.say([40, 41, 42, 43, 44])
-    return session
+            record.session.say([40, 41, 42, 43, 44])
+    return record
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
