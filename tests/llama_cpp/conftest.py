@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in a separate environment, which `dev/check llama-cpp` sets up. GGUF files are built in the cache of pytest."""
+"""Tests in a separate environment, which `dev/check llama-cpp` sets up. GGUF files are built in pytest's cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llama_cpp_export import load_reference, write_all
 from tokenprune_demo.heldout import load_heldout
 
 torch.set_num_threads(1)
-F32 = 0  # GGML_TYPE_F32, of the KV cache
+F32 = 0  # GGML_TYPE_F32, for the KV cache
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +54,7 @@ def shared(load: Callable[..., Llama]) -> Llama:
 
 @pytest.fixture
 def llm(shared: Llama) -> Llama:
-    """The decoder with M-RoPE. The module of its handler is restored after a test."""
+    """Return the decoder with M-RoPE. The module of its handler is restored after the test."""
     module = shared.chat_handler._mtmd_cpp
     yield shared
     shared.chat_handler._mtmd_cpp = module

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""llama.cpp with a pruned prompt computes what transformers computes, and refuses what it cannot."""
+"""Test that llama.cpp with a pruned prompt equals transformers, and refuses unsupported requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_answers_equal_those_of_transformers(llm: Any, reference: Reference, que
 
 @pytest.mark.parametrize("method", ["divprune", "pool", "apet", "restore", "uniform", "random"])
 def test_logits_equal_those_of_transformers(llm: Any, reference: Reference, questions: list[Any], method: str) -> None:
-    """Also of methods that merge. Kept tokens keep their three positions."""
+    """Some methods merge tokens. Kept tokens keep their three position ids."""
     messages = ask_about([questions[1].image], questions[1].question)
     llama_cpp.patch(llm, method, keep=0.2)
     with tokenprune.patched(reference.model, method, keep=0.2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in an environment of its own, which `make test-lmms` sets up, against the real lmms-eval without a network."""
+"""Tests with the actual lmms-eval, without a network, in a separate environment that `make test-lmms` sets up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Before lmms_eval and datasets are imported; what they keep goes into a folder of ours.
+# Set before lmms_eval and datasets are imported, so that their files go into this folder.
 os.environ.update(
     HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", LMMS_EVAL_DATASETS_CACHE=tempfile.mkdtemp(prefix="tokenprune-lmms-")
 )
@@ -28,7 +28,7 @@ from tokenprune_demo import MODELS
 
 DEMO = MODELS["demo_vlm"]
 CPU = "device=cpu,device_map=cpu"
-# Images and videos stand where the message has them; the processors write the tokens.
+# Images and videos keep their order in the message. The processors write the tokens.
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE"
@@ -47,7 +47,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The checkpoint of a model type, with a chat template, written on first use."""
+    """Return a function that writes the checkpoint of a model type, with a chat template, on first use."""
     written: dict[str, Path] = {}
 
     def get(name: str) -> Path:
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def evaluate() -> Callable[..., dict[str, Any]]:
-    """evaluate(model_args, tasks, limit, ...): what lmms-eval's `simple_evaluate` returns."""
+    """Return a function that calls `simple_evaluate` of lmms-eval: evaluate(model_args, *tasks, limit, ...)."""
     manager = TaskManager("WARNING", include_path=str(get_tasks_folder()), include_defaults=False)
 
     def run(args: str, *tasks: str, limit: int | None = 2, model: str = "tokenprune", **further: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def evaluate() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def log() -> Iterator[list[str]]:
-    """What lmms-eval's logger gets, from here on."""
+    """Return the lines that lmms-eval's logger writes from now on."""
     lines: list[str] = []
     sink = logger.add(lambda message: lines.append(str(message)), level="DEBUG")
     yield lines
@@ -87,10 +87,10 @@ def log() -> Iterator[list[str]]:
 
 
 def answers(out: dict[str, Any]) -> dict[str, list[str]]:
-    """The answers of each task, in the order of its questions."""
+    """Return the answers of each task, in the order of its questions."""
     return {task: [sample["filtered_resps"][0] for sample in samples] for task, samples in out["samples"].items()}
 
 
-def measured(out: dict[str, Any]) -> dict[str, float]:
-    """Our numbers in a results file."""
+def read_values(out: dict[str, Any]) -> dict[str, float]:
+    """Return tokenprune's values in a results file."""
     return {name.removeprefix("avg_"): value for name, value in out["throughput"].items() if name.startswith("avg_")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny checkpoints of families that vLLM's tests do not need."""
+"""Tiny checkpoints of families that only the tests of lmms-eval use."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def lfm2_vl_processor() -> Any:
 
 
 MORE = {
-    one.name: one
-    for one in [
+    checkpoint.name: checkpoint
+    for checkpoint in [
         Checkpoint(
             "qwen3_5", qwen3_5, lambda: qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16), QWEN_IMAGE, video=QWEN_VIDEO
         ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of `--model_args` are ours, and what they come to; no model is loaded."""
+"""Test which `--model_args` belong to tokenprune, and their parsed values. No model is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenprune_bench.lmms_eval.bases import TESTED
 BASE = ("pretrained", "device", "dtype")
 
 
-def parsed(text: str, accepted: tuple[str, ...] = BASE, anything: bool = False) -> ModelArguments:
+def parse(text: str, accepted: tuple[str, ...] = BASE, anything: bool = False) -> ModelArguments:
     return parse_arguments(simple_parse_args_string(text), "some_base", accepted, anything)
 
 
@@ -54,30 +54,30 @@ def parsed(text: str, accepted: tuple[str, ...] = BASE, anything: bool = False) 
         ("method=view_select,views=left+front", [tokenprune.method("view_select", views=("left", "front"))], None),
     ],
 )
-def test_what_is_patched(text: str, methods: list[Any], keep: Any) -> None:
-    setting = parsed(f"pretrained=some/model,{text},device=cpu")
-    keep = [Budget.from_keep(one.default_keep) for one in methods] if keep is None else keep
+def test_arguments_become_methods_and_budgets(text: str, methods: list[Any], keep: Any) -> None:
+    setting = parse(f"pretrained=some/model,{text},device=cpu")
+    keep = [Budget.from_keep(method.default_keep) for method in methods] if keep is None else keep
     assert setting.config.steps() == (methods, keep) and setting.methods == methods
     assert setting.rest == {"pretrained": "some/model", "device": "cpu"}
 
 
 @pytest.mark.parametrize("name", ["none", "unpatched"])
 def test_nothing_is_patched(name: str) -> None:
-    assert parsed(f"method={name},dtype=float32") == ModelArguments(None, {"dtype": "float32"})
+    assert parse(f"method={name},dtype=float32") == ModelArguments(None, {"dtype": "float32"})
 
 
 def test_guard_goes_to_patch() -> None:
-    assert parsed("method=dart,keep=0.25,guard=auto").guard == "auto"
+    assert parse("method=dart,keep=0.25,guard=auto").guard == "auto"
 
 
-def test_a_name_of_both_is_the_bases() -> None:
-    setting = parsed("method=fastv,layer=9,fastv.layer=3", accepted=("layer",))
+def test_an_argument_of_both_goes_to_the_base() -> None:
+    setting = parse("method=fastv,layer=9,fastv.layer=3", accepted=("layer",))
     assert setting.rest == {"layer": 9}
     assert setting.methods == [tokenprune.method("fastv", layer=3)]
 
 
-def test_a_base_that_takes_anything_gets_what_is_not_ours() -> None:
-    setting = parsed("method=fastv,layer=3,temperature=1", anything=True)
+def test_a_base_that_accepts_any_argument_gets_the_unknown_arguments() -> None:
+    setting = parse("method=fastv,layer=3,temperature=1", anything=True)
     assert setting.rest == {"temperature": 1}
 
 
@@ -104,16 +104,16 @@ def test_a_base_that_takes_anything_gets_what_is_not_ours() -> None:
         ("keep=0.5,config=tokenprune.json", OptionError, "Leave out keep"),
     ],
 )
-def test_what_is_wrong_is_said(text: str, error: type[Exception], words: str) -> None:
+def test_invalid_arguments_raise(text: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error) as raised:
-        parsed(text)
+        parse(text)
     assert words in str(raised.value)
 
 
 def test_a_tuned_configuration(tmp_path: Any) -> None:
     path = tmp_path / "tokenprune.json"
     path.write_text('{"schema": 1, "setting": {"method": "downsample", "keep": 0.25}}')
-    setting = parsed(f"config={path},guard=auto")
+    setting = parse(f"config={path},guard=auto")
     assert (setting.config, setting.guard) == (read_config(path), "auto")
     assert setting.acts_on_pixels
 
@@ -130,8 +130,8 @@ def test_the_recipes_lines_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("sys.argv", shlex.split(line))
         _, args = parse_eval_args()
         assert args.model == "tokenprune" and {args.tasks} <= tasks
-        given = simple_parse_args_string(args.model_args)
-        assert given.pop("base") in TESTED
-        setting = parse_arguments(given, "some_base", (*BASE, "device_map"))
+        arguments = simple_parse_args_string(args.model_args)
+        assert arguments.pop("base") in TESTED
+        setting = parse_arguments(arguments, "some_base", (*BASE, "device_map"))
         kept.append(setting.config and setting.config.steps()[1])
     assert kept == [[Budget(keep=64)], [Budget(keep=0.25)], [Budget(average_tokens=192)], None]

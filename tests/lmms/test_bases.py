@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every base that we call tested, in its simple and its chat class, on a tiny checkpoint of each family it loads."""
+"""Test each base listed as tested, in its simple and its chat class, on a tiny checkpoint of each of its families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from lmms_eval.models import MODEL_REGISTRY_V2
 from PIL import Image
 
-from conftest import CPU, answers, measured
+from conftest import CPU, answers, read_values
 from tokenprune_bench.lmms_eval.bases import BASES, TESTED, UNTESTED
 
 FAMILIES = {
@@ -30,21 +30,21 @@ FAMILIES = {
     "qwen3_5": ("qwen3_5",),
     "qwen3_vl": ("qwen3_vl",),
 }
-# What these random models write would be cut at the end of their thoughts; LFM2's class has no device_map.
+# The default would cut the random answers at the end of the thoughts. LFM2's class does not accept device_map.
 ARGUMENTS = {"qwen3_5": f"{CPU},enable_thinking=False", "lfm2_5_vl": "device=cpu,attn_implementation=sdpa"}
 PAGE = Path(__file__).parents[2] / "docs/measure/lmms-eval.md"
 
 
-def classes(base: str) -> list[bool]:
-    """The values of `force_simple` that make a difference."""
+def list_force_simple(base: str) -> list[bool]:
+    """Return the values of `force_simple` that select different classes."""
     manifest = MODEL_REGISTRY_V2.get_manifest(base)
     return [False] if manifest.simple_class_path is None or manifest.chat_class_path is None else [False, True]
 
 
 @pytest.fixture(autouse=True)
 def images_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma's class writes images as data URLs. torchvision would decode them with its compiled library, which is
-    missing beside a CPU build of torch."""
+    """Decode with Pillow: Gemma's class writes images as data URLs, and torchvision's compiled decoder is missing
+    beside a CPU build of torch."""
 
     def decode(data: torch.Tensor, mode: Any = None) -> torch.Tensor:
         image = Image.open(io.BytesIO(data.numpy().tobytes())).convert("RGB")
@@ -53,7 +53,7 @@ def images_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.image_utils.decode_image", decode)
 
 
-CASES = [(base, family, simple) for base in FAMILIES for family in FAMILIES[base] for simple in classes(base)]
+CASES = [(base, family, simple) for base in FAMILIES for family in FAMILIES[base] for simple in list_force_simple(base)]
 
 
 @pytest.mark.parametrize("base, family, force_simple", CASES)
@@ -65,29 +65,33 @@ def test_base(
     def run(setting: str) -> dict[str, Any]:
         return evaluate(f"base={base},{setting},{args}", "tokenprune_colour", force_simple=force_simple)
 
-    alone = evaluate(args, "tokenprune_colour", model=base, force_simple=force_simple)
-    none, whole, fewer = run("method=none"), run("method=divprune,keep=1.0"), run("method=divprune,keep=0.25")
-    assert answers(alone) == answers(none) == answers(whole)
-    assert answers(fewer) != answers(none)
-    visual = measured(none)["visual_tokens_in"]
+    base_only = evaluate(args, "tokenprune_colour", model=base, force_simple=force_simple)
+    unpatched, unpruned, pruned = run("method=none"), run("method=divprune,keep=1.0"), run("method=divprune,keep=0.25")
+    assert answers(base_only) == answers(unpatched) == answers(unpruned)
+    assert answers(pruned) != answers(unpatched)
+    visual = read_values(unpatched)["visual_tokens_in"]
     assert visual > 0
-    assert measured(none)["visual_tokens_out"] == measured(whole)["visual_tokens_out"] == visual
-    assert measured(whole)["kv_bytes"] == measured(none)["kv_bytes"] == measured(none)["kv_bytes_full"]
-    ours = measured(fewer)
-    assert (ours["visual_tokens_in"], ours["visual_tokens_out"]) == (visual, round(0.25 * visual))
-    assert ours["kv_bytes_full"] == measured(none)["kv_bytes"] > ours["kv_bytes"]
-    assert ours["failed_calls"] == 0
+    assert read_values(unpatched)["visual_tokens_out"] == read_values(unpruned)["visual_tokens_out"] == visual
+    assert (
+        read_values(unpruned)["kv_bytes"]
+        == read_values(unpatched)["kv_bytes"]
+        == read_values(unpatched)["kv_bytes_full"]
+    )
+    values = read_values(pruned)
+    assert (values["visual_tokens_in"], values["visual_tokens_out"]) == (visual, round(0.25 * visual))
+    assert values["kv_bytes_full"] == read_values(unpatched)["kv_bytes"] > values["kv_bytes"]
+    assert values["failed_calls"] == 0
 
 
 @pytest.mark.parametrize("base", ["qwen2_5_vl", "mistral3_vl"])
 def test_methods_on_pixels_find_the_processor(
     evaluate: Callable[..., Any], folder: Callable[[str], Path], base: str
 ) -> None:
-    """Each base has it under another name."""
+    """The attribute of the processor differs between bases."""
     args = f"pretrained={folder(FAMILIES[base][0])},{CPU}"
-    whole = measured(evaluate(f"base={base},method=none,{args}", "tokenprune_colour"))
-    small = measured(evaluate(f"base={base},method=downsample,keep=0.25,{args}", "tokenprune_colour"))
-    assert small["visual_tokens_in"] == pytest.approx(0.25 * whole["visual_tokens_in"], rel=0.1)
+    unpruned = read_values(evaluate(f"base={base},method=none,{args}", "tokenprune_colour"))
+    pruned = read_values(evaluate(f"base={base},method=downsample,keep=0.25,{args}", "tokenprune_colour"))
+    assert pruned["visual_tokens_in"] == pytest.approx(0.25 * unpruned["visual_tokens_in"], rel=0.1)
 
 
 def test_every_tested_base_is_tested() -> None:

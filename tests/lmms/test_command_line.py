@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lmms_eval` as a user runs it. It ends with 0 whatever happened, so its results file is what counts."""
+"""Test `python -m lmms_eval`. Its exit code is always 0, so the tests read its results file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenprune_bench.lmms_eval import get_tasks_folder
 
 
 def run(output: Path, args: str, *further: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
-    """Return the process, and what the results files hold that it wrote."""
+    """Return the process, and the contents of its results files."""
     command = [sys.executable, "-m", "lmms_eval", "--model", "tokenprune", "--model_args", args]
     command += [
         "--include_path",
@@ -27,17 +27,17 @@ def run(output: Path, args: str, *further: str) -> tuple[subprocess.CompletedPro
         "--batch_size",
         "1",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--output_path", str(output), *further],
         capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    return done, [json.loads(file.read_text()) for file in sorted(output.rglob("*_results.json"))]
+    return process, [json.loads(file.read_text()) for file in sorted(output.rglob("*_results.json"))]
 
 
 def test_results_file(tmp_path: Path) -> None:
     args = f"base=llava_hf,method=divprune,keep=0.25,pretrained={DEMO},dtype=float32,{CPU}"
-    done, files = run(tmp_path, args, "--log_samples")
-    assert done.returncode == 0 and len(files) == 1, done.stdout + done.stderr
+    process, files = run(tmp_path, args, "--log_samples")
+    assert process.returncode == 0 and len(files) == 1, process.stdout + process.stderr
     (results,) = files
     throughput = results["throughput"]
     assert throughput["avg_visual_tokens_in"] == 256
@@ -54,7 +54,7 @@ def test_results_file(tmp_path: Path) -> None:
 
 
 def test_an_error_is_in_the_log(tmp_path: Path) -> None:
-    done, files = run(tmp_path, f"base=llava_hf,method=fastv,keep=0.25,layr=3,pretrained={DEMO},{CPU}")
-    assert done.returncode == 0 and not files
-    assert "OptionError: Unknown argument 'layr' for base=llava_hf: did you mean 'layer'?" in done.stderr
-    assert "Error during evaluation: Unknown argument 'layr'" in done.stdout
+    process, files = run(tmp_path, f"base=llava_hf,method=fastv,keep=0.25,layr=3,pretrained={DEMO},{CPU}")
+    assert process.returncode == 0 and not files
+    assert "OptionError: Unknown argument 'layr' for base=llava_hf: did you mean 'layer'?" in process.stderr
+    assert "Error during evaluation: Unknown argument 'layr'" in process.stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lmms-eval and `tokenprune bench` find the same for the model that ships, and lmms-eval's results have our numbers."""
+"""Test that lmms-eval and `tokenprune bench` agree for the shipped model, and that results have tokenprune's values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from lmms_eval.models.model_utils.gen_metrics import get_logged_metrics_history
 
 import tokenprune
-from conftest import CPU, DEMO, answers, measured
+from conftest import CPU, DEMO, answers, read_values
 from tokenprune import BudgetError
 from tokenprune_bench.lmms_eval import model as integration
 from tokenprune_bench.lmms_eval.measure import measure_calls
@@ -40,7 +40,7 @@ def subject() -> Model:
 
 @pytest.fixture(scope="module")
 def bench(subject: Model) -> dict[str, dict[str, Any]]:
-    """The records of `tokenprune bench`, by method; one question at a time, as the model of lmms-eval takes them."""
+    """Return the records of `tokenprune bench` by method, with one question per batch as in lmms-eval."""
     plan = BenchPlan(methods=METHODS, keeps=(KEEP,), images=IMAGES, batch_size=1, seeds=(0,), repeats=0)
     return {record["method"]: record for record in Bench(subject, plan).records() if record["record"] == "result"}
 
@@ -51,90 +51,88 @@ def runs(evaluate: Evaluate) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_accuracy_is_that_of_bench(
+def test_the_accuracy_equals_bench(
     runs: dict[str, dict[str, Any]], bench: dict[str, dict[str, Any]], name: str
 ) -> None:
-    found, record = runs[name]["results"], bench[name]
+    results, record = runs[name]["results"], bench[name]
     right = {
         kind: [int(sample["exact"]) for sample in runs[name]["samples"][f"tokenprune_{kind}_plain"]] for kind in KINDS
     }
-    # Image by image, as bench has them.
+    # Image by image, in the order of the benchmark.
     assert "".join(str(right[kind][image]) for image in range(IMAGES) for kind in KINDS) == record["right"][0]
     for kind in KINDS:
-        assert found[f"tokenprune_{kind}_plain"]["exact,none"] == pytest.approx(record["correct"][kind] / IMAGES)
+        assert results[f"tokenprune_{kind}_plain"]["exact,none"] == pytest.approx(record["correct"][kind] / IMAGES)
     total = sum(record["correct"].values()) / sum(record["n"].values())
-    assert found["tokenprune_suite_plain"]["exact,none"] == pytest.approx(total)
+    assert results["tokenprune_suite_plain"]["exact,none"] == pytest.approx(total)
 
 
-def test_the_methods_can_be_told_apart(runs: dict[str, dict[str, Any]]) -> None:
-    """Else the test above would prove little."""
+def test_the_methods_give_different_answers(runs: dict[str, dict[str, Any]]) -> None:
+    """Otherwise the test above would show little."""
     assert len({str(answers(out)) for out in runs.values()}) == len(RUNS)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_cost_is_that_of_bench(
-    runs: dict[str, dict[str, Any]], bench: dict[str, dict[str, Any]], name: str
-) -> None:
-    ours, stats, questions = measured(runs[name]), bench[name]["stats"], IMAGES * len(KINDS)
-    assert ours["measured_requests"] == ours["generate_calls"] == questions
-    assert ours["failed_calls"] == 0
-    assert ours["visual_tokens_out"] == stats["visual_tokens_out"] / questions
-    assert ours["visual_tokens_average"] == pytest.approx(stats["visual_tokens_average"] / questions)
-    assert ours["kv_bytes"] == stats["kv_bytes"] / questions
-    assert 0 < ours["ttft_ms"] < 60_000
-    assert 0 < ours["ttft_ms_p50"] < 60_000
-    if name == "downsample":  # the model gets fewer, and does not know of how many
-        assert ours["visual_tokens_in"] == ours["visual_tokens_out"]
-        assert not {"keep_ratio", "prefill_flops_ratio", "kv_bytes_full"} & set(ours)
+def test_the_cost_equals_bench(runs: dict[str, dict[str, Any]], bench: dict[str, dict[str, Any]], name: str) -> None:
+    values, stats, questions = read_values(runs[name]), bench[name]["stats"], IMAGES * len(KINDS)
+    assert values["measured_requests"] == values["generate_calls"] == questions
+    assert values["failed_calls"] == 0
+    assert values["visual_tokens_out"] == stats["visual_tokens_out"] / questions
+    assert values["visual_tokens_average"] == pytest.approx(stats["visual_tokens_average"] / questions)
+    assert values["kv_bytes"] == stats["kv_bytes"] / questions
+    assert 0 < values["ttft_ms"] < 60_000
+    assert 0 < values["ttft_ms_p50"] < 60_000
+    if name == "downsample":  # the model receives fewer tokens, and the original count is unknown
+        assert values["visual_tokens_in"] == values["visual_tokens_out"]
+        assert not {"keep_ratio", "prefill_flops_ratio", "kv_bytes_full"} & set(values)
         return
-    assert ours["visual_tokens_in"] == stats["visual_tokens_in"] / questions
-    assert ours["kv_bytes_full"] == stats["kv_bytes_full"] / questions
-    assert ours["keep_ratio"] == pytest.approx(stats["keep_ratio"])
-    assert ours["prefill_flops_ratio"] == pytest.approx(stats["prefill_flops_ratio"])
-    assert (ours["overhead_ms"] > 0) == (name != "unpatched")
+    assert values["visual_tokens_in"] == stats["visual_tokens_in"] / questions
+    assert values["kv_bytes_full"] == stats["kv_bytes_full"] / questions
+    assert values["keep_ratio"] == pytest.approx(stats["keep_ratio"])
+    assert values["prefill_flops_ratio"] == pytest.approx(stats["prefill_flops_ratio"])
+    assert (values["overhead_ms"] > 0) == (name != "unpatched")
 
 
 def test_every_task_has_its_numbers(runs: dict[str, dict[str, Any]]) -> None:
-    ours = measured(runs["divprune"])
-    whole = {name for name in ours if "/" not in name} - {"speed", "rank"}
+    values = read_values(runs["divprune"])
+    names = {name for name in values if "/" not in name} - {"speed", "rank"}
     for kind in KINDS:
         prefix = f"tokenprune_{kind}_plain/"
-        assert {name.removeprefix(prefix) for name in ours if name.startswith(prefix)} == whole
-        assert ours[f"{prefix}measured_requests"] == IMAGES
+        assert {name.removeprefix(prefix) for name in values if name.startswith(prefix)} == names
+        assert values[f"{prefix}measured_requests"] == IMAGES
     for name in ("visual_tokens_out", "kv_bytes", "visual_tokens_average"):
-        parts = [ours[f"tokenprune_{kind}_plain/{name}"] for kind in KINDS]
-        assert ours[name] == pytest.approx(sum(parts) / len(parts))
+        parts = [values[f"tokenprune_{kind}_plain/{name}"] for kind in KINDS]
+        assert values[name] == pytest.approx(sum(parts) / len(parts))
 
 
 def test_one_task_has_no_numbers_twice(evaluate: Evaluate) -> None:
     out = evaluate(arguments("divprune"), "tokenprune_word_plain", limit=1)
-    assert not [name for name in measured(out) if "/" in name]
+    assert not [name for name in read_values(out) if "/" in name]
     assert out["throughput"]["total_gen_tokens"] > 0
     assert out["config"]["model_backend"].endswith("model.TokenPruneLlavaHf (chat)")
 
 
 @pytest.mark.parametrize("force_simple", [False, True])
-def test_unpatched_answers_as_the_base_alone(evaluate: Evaluate, force_simple: bool) -> None:
+def test_unpatched_answers_equal_the_base(evaluate: Evaluate, force_simple: bool) -> None:
     base, tasks = LLAVA.removeprefix("base=llava_hf,"), ("tokenprune_word", "tokenprune_count")
-    alone = evaluate(base, *tasks, model="llava_hf", force_simple=force_simple)
-    ours = evaluate(f"{LLAVA},method=none", *tasks, force_simple=force_simple)
-    whole = evaluate(f"{LLAVA},method=dart,keep=1.0", *tasks, force_simple=force_simple)
-    assert answers(alone) == answers(ours) == answers(whole)
-    assert ours["throughput"]["total_gen_tokens"] == whole["throughput"]["total_gen_tokens"]
+    base_only = evaluate(base, *tasks, model="llava_hf", force_simple=force_simple)
+    unpatched = evaluate(f"{LLAVA},method=none", *tasks, force_simple=force_simple)
+    unpruned = evaluate(f"{LLAVA},method=dart,keep=1.0", *tasks, force_simple=force_simple)
+    assert answers(base_only) == answers(unpatched) == answers(unpruned)
+    assert unpatched["throughput"]["total_gen_tokens"] == unpruned["throughput"]["total_gen_tokens"]
 
 
-def prompts(lm: Any, request: Any) -> list[list[int]]:
-    """The ids that a model of lmms-eval hands to `generate`."""
-    seen = []
+def record_prompts(lm: Any, request: Any) -> list[list[int]]:
+    """Return the ids that a model of lmms-eval passes to `generate`."""
+    ids = []
     lm.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
+        lambda module, args, kwargs: ids.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
     )
     lm.generate_until([request])
-    return seen[:1]
+    return ids[:1]
 
 
 @pytest.mark.parametrize("force_simple", [False, True])
-def test_the_prompt_is_that_of_bench(subject: Model, force_simple: bool) -> None:
+def test_the_prompt_equals_bench(subject: Model, force_simple: bool) -> None:
     from lmms_eval.api.instance import Instance
 
     example = load_heldout(limit=1)[0]
@@ -144,34 +142,34 @@ def test_the_prompt_is_that_of_bench(subject: Model, force_simple: bool) -> None
     lm.task_dict = {"task": {"test": [example]}}
     settings = {"max_new_tokens": 1}
     if force_simple:
-        asked = (example.question, settings, lambda doc: [doc.image], 0, "task", "test")
+        arguments = (example.question, settings, lambda doc: [doc.image], 0, "task", "test")
     else:
         content = [{"type": "image", "url": example.image}, {"type": "text", "text": example.question}]
-        asked = (example.question, lambda doc: [{"role": "user", "content": content}], settings, 0, "task", "test")
-    request = Instance("generate_until", asked, 0, {"task": "task", "doc_id": 0, "repeats": 1})
+        arguments = (example.question, lambda doc: [{"role": "user", "content": content}], settings, 0, "task", "test")
+    request = Instance("generate_until", arguments, 0, {"task": "task", "doc_id": 0, "repeats": 1})
     expected = subject.inputs([example.image], [example.question])["input_ids"][0].tolist()
-    assert prompts(lm, request) == [expected]
+    assert record_prompts(lm, request) == [expected]
 
 
 def test_composed_methods(evaluate: Evaluate) -> None:
     out = evaluate(arguments("divprune+fastv", "0.5+0.5") + ",layer=3", "tokenprune_colour_plain")
-    ours = measured(out)
+    values = read_values(out)
     layers = len(load_model(device="cpu").adapter.decoder.layers)
-    assert (ours["visual_tokens_in"], ours["visual_tokens_out"]) == (256, 64)
-    assert ours["visual_tokens_average"] == pytest.approx((3 * 128 + (layers - 3) * 64) / layers)
+    assert (values["visual_tokens_in"], values["visual_tokens_out"]) == (256, 64)
+    assert values["visual_tokens_average"] == pytest.approx((3 * 128 + (layers - 3) * 64) / layers)
 
 
 def test_a_batch_is_counted_by_its_requests(evaluate: Evaluate, folder: Any) -> None:
     args = f"base=qwen2_5_vl,method=divprune,keep=0.25,pretrained={folder('qwen2_5_vl')},{CPU}"
-    alone = measured(evaluate(args, "tokenprune_colour", limit=3))
-    ours = measured(evaluate(args, "tokenprune_colour", limit=3, batch_size=2))
-    assert (ours["measured_requests"], ours["generate_calls"]) == (3, 2)
+    single = read_values(evaluate(args, "tokenprune_colour", limit=3))
+    batched = read_values(evaluate(args, "tokenprune_colour", limit=3, batch_size=2))
+    assert (batched["measured_requests"], batched["generate_calls"]) == (3, 2)
     for name in ("visual_tokens_in", "visual_tokens_out", "visual_tokens_average", "keep_ratio"):
-        assert ours[name] == alone[name]
+        assert batched[name] == single[name]
 
 
 def test_an_error_of_ours_ends_the_run(evaluate: Evaluate, log: list[str]) -> None:
-    """lmms-eval's LLaVA catches it, and would take the empty answer for wrong."""
+    """lmms-eval's LLaVA catches errors, and would score the empty answer as wrong."""
     with pytest.raises(BudgetError, match="cannot be reached by a cut at layer"):
         evaluate(f"{LLAVA},method=fastv,average_tokens=10", "tokenprune_colour_plain", limit=3)
     assert any("in generating" in line and "cannot be reached" in line for line in log)
@@ -190,8 +188,8 @@ def test_a_failure_of_the_model_is_counted(evaluate: Evaluate, monkeypatch: pyte
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(LlavaForConditionalGeneration, "forward", fail_once)
-    ours = measured(evaluate(arguments("divprune"), "tokenprune_colour_plain", limit=3))
-    assert (ours["failed_calls"], ours["generate_calls"], ours["measured_requests"]) == (1, 2, 2)
+    values = read_values(evaluate(arguments("divprune"), "tokenprune_colour_plain", limit=3))
+    assert (values["failed_calls"], values["generate_calls"], values["measured_requests"]) == (1, 2, 2)
 
 
 def test_watching_leaves_the_model_as_it_was(subject: Model) -> None:
@@ -199,24 +197,24 @@ def test_watching_leaves_the_model_as_it_was(subject: Model) -> None:
     before = set(vars(model)), dict(model._forward_hooks)
     inputs = subject.inputs([load_heldout(limit=1)[0].image], ["what color is the circle?"])
     with measure_calls(model) as tally:
-        told = subject.generate(inputs)
+        answers_while_measured = subject.generate(inputs)
     assert (set(vars(model)), dict(model._forward_hooks)) == before
-    assert told == subject.generate(inputs)
+    assert answers_while_measured == subject.generate(inputs)
     assert tally.requests == tally.calls == 1
     with pytest.raises(IndexError), measure_calls(model) as tally:
-        model.generate(input_ids=torch.full((1, 1), 10**6))  # no token has this id
+        model.generate(input_ids=torch.full((1, 1), 10**6))  # the vocabulary lacks this id
     assert (tally.failed, tally.calls) == (1, 0)
     assert (set(vars(model)), dict(model._forward_hooks)) == before
 
 
 def test_the_time_to_the_first_token(subject: Model) -> None:
-    """It starts before the vision tower, and ends after the first forward and before the second."""
+    """It starts before the vision tower and ends between the first and the second forward."""
     model, clock = subject.model, time.perf_counter
     towers: list[float] = []
     forwards: list[float] = []
     handles = [
         subject.adapter.base.vision_tower.register_forward_pre_hook(lambda *args: towers.append(clock())),
-        model.register_forward_hook(lambda *args: forwards.append(clock())),  # runs before the one that measures
+        model.register_forward_hook(lambda *args: forwards.append(clock())),  # runs before the hook that measures
     ]
     inputs = subject.inputs([load_heldout(limit=1)[0].image], ["what color is the circle?"])
     try:
@@ -226,14 +224,14 @@ def test_the_time_to_the_first_token(subject: Model) -> None:
     finally:
         for handle in handles:
             handle.remove()
-    (told,) = tally.ttft_ms
+    (ttft_ms,) = tally.ttft_ms
     assert len(towers) == 1 and len(forwards) == tally.new_tokens == 4
-    assert forwards[0] - towers[0] < told / 1000 < forwards[1] - begin
+    assert forwards[0] - towers[0] < ttft_ms / 1000 < forwards[1] - begin
     assert forwards[3] - begin < tally.seconds + 0.1
 
 
-def test_the_base_that_told_its_time_is_not_counted_twice(evaluate: Evaluate) -> None:
-    """LLaVA's chat class tells lmms-eval, its simple class does not; each token is counted once all the same."""
+def test_tokens_are_counted_once_if_the_base_reports_them(evaluate: Evaluate) -> None:
+    """LLaVA's chat class reports to lmms-eval and its simple class does not. In both cases each token counts once."""
     chat = evaluate(arguments("divprune"), "tokenprune_colour_plain")
     logged = get_logged_metrics_history()
     assert [entry["total_gen_tokens"] > 0 for entry in logged] == [True, False]
@@ -244,17 +242,17 @@ def test_the_base_that_told_its_time_is_not_counted_twice(evaluate: Evaluate) ->
 
 
 def test_the_guard_gets_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr(tokenprune, "patch", lambda model, **further: given.append(further))
+    options: list[dict[str, Any]] = []
+    monkeypatch.setattr(tokenprune, "patch", lambda model, **further: options.append(further))
     for guard in ("auto", "off"):
         integration.load("llava_hf", method="dart", guard=guard, pretrained=str(DEMO), device="cpu", device_map="cpu")
-    processor = given[0].pop("processor")  # to read prompts with
+    processor = options[0].pop("processor")  # for reading prompts
     assert processor.tokenizer.decode([5])
-    assert [arguments.pop("config").to_json() for arguments in given] == [{"method": "dart"}, {"method": "dart"}]
-    assert given == [{"guard": "auto"}, {"guard": "off", "processor": None}]
+    assert [arguments.pop("config").to_json() for arguments in options] == [{"method": "dart"}, {"method": "dart"}]
+    assert options == [{"guard": "auto"}, {"guard": "off", "processor": None}]
 
 
-def test_it_stands_beside_other_models() -> None:
+def test_the_model_is_registered_beside_other_models() -> None:
     from lmms_eval.models import get_model, list_available_models
 
     assert "tokenprune" in list_available_models()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot work is said before weights are loaded, in words that tell what to write instead."""
+"""Test that unsupported arguments are refused before weights are loaded, with a message that names the fix."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_method_that_the_model_refuses(evaluate: Callable[..., Any]) -> None:
 
 
 class Remote(lmms):
-    """A model of another package, that takes anything; only its instance tells that it holds no model."""
+    """A model of another package that accepts any argument. Only its instance shows that it contains no model."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task package asks the questions of `tokenprune bench`, all of them, and scores as it does."""
+"""Test that the task package has the questions and the scores of `tokenprune bench`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_group_has_every_kind_of_question(manager: TaskManager, variant: str
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_task_asks_what_bench_asks(manager: TaskManager, kind: str, variant: str) -> None:
+def test_a_task_has_the_questions_of_bench(manager: TaskManager, kind: str, variant: str) -> None:
     suffix, tokens = VARIANTS[variant]
     name = f"tokenprune_{kind}{variant}"
     task = get_task_dict([name], manager, "simple")[name]
@@ -52,7 +52,7 @@ def test_a_task_asks_what_bench_asks(manager: TaskManager, kind: str, variant: s
     assert task.config.generation_kwargs["max_new_tokens"] == tokens
 
 
-@pytest.mark.parametrize("said", ["red", "Red.", " red ", "dark red", "", "reds", "RED.."])
-def test_the_metric_is_that_of_bench(said: str) -> None:
-    (expected,) = METRICS["exact"].score([said], [["red"]])
-    assert suite.process_results({"answer": "red"}, [said]) == {"exact": expected}
+@pytest.mark.parametrize("answer", ["red", "Red.", " red ", "dark red", "", "reds", "RED.."])
+def test_the_metric_equals_bench(answer: str) -> None:
+    (expected,) = METRICS["exact"].score([answer], [["red"]])
+    assert suite.process_results({"answer": "red"}, [answer]) == {"exact": expected}

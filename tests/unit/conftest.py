@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that are built once, and a watch over them: no test may leave one patched or otherwise changed."""
+"""Models that are built once per session, and a check that no test leaves one patched or otherwise changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-# Without a GPU, kernels run in Triton's interpreter. The first import of Triton settles that, and transformers does it.
+# Without a GPU, kernels run in Triton's interpreter. Triton reads the variable at its first import, in transformers.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -36,7 +36,7 @@ _in_use: set[tuple[str, str]] = set()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--every-combination", action="store_true", help="run the variants too that support/selection.py leaves out"
+        "--every-combination", action="store_true", help="also run the variants that support/selection.py leaves out"
     )
 
 
@@ -53,13 +53,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported and collected, a million objects, out of each later collection of garbage."""
+    """Exclude the imported and collected objects, about a million, from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or what is left at the end of the process is said to have leaked
+    gc.unfreeze()  # otherwise objects at the end of the process are reported as leaks
 
 
 def pytest_configure() -> None:
@@ -68,27 +68,27 @@ def pytest_configure() -> None:
 
 
 def ask_each_config_once() -> None:
-    """Have `generate` look once at each config for what only a generation config may say.
+    """Cache the generation parameters of each config for `generate`.
 
-    transformers builds a default config for that in every call: a third of the time that a tiny model needs.
+    transformers builds a default config to find them in every call, which takes a third of the time of a tiny model.
     """
-    look = PreTrainedConfig._get_generation_parameters
-    found: dict[int, tuple[PreTrainedConfig, dict[str, Any]]] = {}
+    compute = PreTrainedConfig._get_generation_parameters
+    parameters: dict[int, tuple[PreTrainedConfig, dict[str, Any]]] = {}
 
     def once(config: PreTrainedConfig) -> dict[str, Any]:
-        if id(config) not in found:
-            found[id(config)] = config, look(config)  # held on to, so that no other gets its id
-        return found[id(config)][1]
+        if id(config) not in parameters:
+            parameters[id(config)] = config, compute(config)  # keep the config alive, so that its id is not reused
+        return parameters[id(config)][1]
 
     PreTrainedConfig._get_generation_parameters = once
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many model types test_families.py found to work: those of which no test failed."""
+    """Print the model types of test_families.py without a failed test."""
 
     def types(outcome: str) -> set[str]:
-        properties = [getattr(one, "user_properties", ()) for one in terminalreporter.stats.get(outcome, ())]
-        return {value for of_test in properties for name, value in of_test if name == "model type"}
+        properties = [getattr(report, "user_properties", ()) for report in terminalreporter.stats.get(outcome, ())]
+        return {value for test_properties in properties for name, value in test_properties if name == "model type"}
 
     if works := types("passed") - types("failed") - types("error"):
         terminalreporter.write_line(f"families: {len(works)} model types work: {', '.join(sorted(works))}")
@@ -97,7 +97,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @pytest.fixture
 def restored_registries() -> Iterator[None]:
     """Remove the methods, observables, policies, families and adapters that a test registers."""
-    # They are filled on first use.
+    # The registries are filled on first use.
     tokenprune.available_methods(), tokenprune.sessions.available_policies(), list_supported_families()
     tables = (registry._METHODS, _OBSERVABLES, policies._POLICIES, model_families.FAMILIES, ADAPTERS)
     before = [dict(table) for table in tables]
@@ -109,7 +109,7 @@ def restored_registries() -> Iterator[None]:
 
 @pytest.fixture
 def restored_imports(restored_registries: None) -> Iterator[None]:
-    """Remove the modules of packages that a test writes and imports, and what they register."""
+    """Remove packages that a test writes and imports from the modules, with their registered entries."""
     modules, path = set(sys.modules), list(sys.path)
     yield
     sys.path[:] = path
@@ -120,9 +120,9 @@ def restored_imports(restored_registries: None) -> Iterator[None]:
 
 @pytest.fixture
 def kernel_device() -> Iterator[torch.device]:
-    """Where kernels are tested: a GPU, or Triton's interpreter on CPU. Meanwhile torch.empty gives memory full of NaN
-    (of the largest int), so that what a kernel forgets to write cannot pass by luck."""
-    pytest.importorskip("triton", reason="Triton is not installed, so there is no kernel to test")
+    """Yield the device for kernel tests: a GPU, or the CPU with Triton's interpreter. torch.empty returns NaN (or the
+    largest int), so that a missing write of a kernel is detected."""
+    pytest.importorskip("triton", reason="Triton is not installed, so kernels cannot run")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,7 +137,8 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture
 def build() -> Callable[..., PreTrainedModel]:
-    """build(family, attn): a model that all tests share; an `attn` of the tests' own goes to the decoder alone."""
+    """Return a function that returns shared models: build(family, attn). Other attention functions apply only to the
+    decoder."""
 
     def get(family: Family, attn: str = "sdpa") -> PreTrainedModel:
         key = (family.name, attn)
@@ -145,7 +146,7 @@ def build() -> Callable[..., PreTrainedModel]:
             _models[key] = family.build(attn if attn in ("sdpa", "eager") else "sdpa")
             if attn not in ("sdpa", "eager"):
                 _models[key].set_attn_implementation({"text_config": attn})
-            # transformers installs hooks of its own on first use.
+            # transformers installs hooks on first use.
             _models[key](**family.make_inputs(), output_hidden_states=True)
             if family.video is not None:
                 _models[key](**family.make_inputs(images=(0, 0), video=True), output_hidden_states=True)
@@ -165,27 +166,27 @@ def model(family: Family, build: Callable[..., PreTrainedModel]) -> PreTrainedMo
 def models_stay_as_they_were() -> Iterator[None]:
     _in_use.clear()
     yield
-    left = []
+    changed_models = []
     for key in sorted(_in_use):
         model = _models[key]
-        # rope_deltas is where Qwen's base model remembers its last prompt.
-        now = {k: v for k, v in snapshot(model).items() if not k.endswith(".rope_deltas")}
+        # Qwen's base model stores the deltas of its last prompt in rope_deltas.
+        after = {k: v for k, v in snapshot(model).items() if not k.endswith(".rope_deltas")}
         before = {k: v for k, v in _pristine[key].items() if not k.endswith(".rope_deltas")}
-        if now != before:
-            del _models[key]  # one failure, not one per later test
-            left.append((key, [k for k in now.keys() | before.keys() if now.get(k) != before.get(k)][:4]))
-    assert not left, f"a test left its model changed: {left}"
+        if after != before:
+            del _models[key]  # so that later tests do not fail, too
+            changed_models.append((key, [k for k in after.keys() | before.keys() if after.get(k) != before.get(k)][:4]))
+    assert not changed_models, f"a test left its model changed: {changed_models}"
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A Chromium, as `dev/browser.py` finds one."""
+    """Yield the Chromium that `dev/browser.py` finds."""
     pytest.importorskip("playwright.sync_api", reason="Playwright drives the browser: pip install playwright")
     from tests.unit.docs.test_docs import generator
 
     tool = generator("browser")
     try:
-        with tool.started() as one:
-            yield one
-    except tool.NoBrowser as none:
-        pytest.skip(str(none))
+        with tool.started() as chromium:
+            yield chromium
+    except tool.NoBrowser as error:
+        pytest.skip(str(error))

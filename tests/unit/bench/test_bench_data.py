@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions of one's own: what is read, what is refused, and how answers are scored."""
+"""Test user questions: valid and invalid rows, and the scores of answers."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ GOOD = {"image": "a.png", "question": "what?", "answer": "cat"}
 def test_rows_are_read_relative_to_their_file(folder: Path) -> None:
     several = {"images": ["a.png", "b.png"], "question": "same?", "answers": ["no", 2, 0.5], "kind": "pair"}
     data = load_data(write(folder, GOOD, "", several))
-    one, two = data.questions
-    assert (one.where, one.question, one.answers, one.kind, one.is_video) == ("line 1", "what?", ("cat",), "all", False)
-    assert [image.size for image in one.images] == [(8, 6)]
-    assert (two.where, two.answers, two.kind) == ("line 3", ("no", "2", "0.5"), "pair")
-    assert [image.getpixel((0, 0)) for image in two.images] == [(0, 90, 20), (40, 90, 20)]
+    row, other = data.questions
+    assert (row.where, row.question, row.answers, row.kind, row.is_video) == ("line 1", "what?", ("cat",), "all", False)
+    assert [image.size for image in row.images] == [(8, 6)]
+    assert (other.where, other.answers, other.kind) == ("line 3", ("no", "2", "0.5"), "pair")
+    assert [image.getpixel((0, 0)) for image in other.images] == [(0, 90, 20), (40, 90, 20)]
     assert data.name == "rows.jsonl" and not data.skipped
-    assert load_data(folder).questions[0].question == "what?"  # the one such file of a folder
+    assert load_data(folder).questions[0].question == "what?"  # the only such file of the folder
     assert len(load_data(folder / "rows.jsonl", limit=1).questions) == 1
 
 
@@ -110,7 +110,7 @@ def test_many_bad_rows_are_counted(folder: Path) -> None:
         load_data(folder / "rows.jsonl", skip_bad=True)
 
 
-def test_what_holds_no_questions_is_refused(folder: Path) -> None:
+def test_sources_without_questions_raise(folder: Path) -> None:
     with pytest.raises(DataError, match=r"none does not exist"):
         load_data(folder / "none")
     with pytest.raises(DataError, match="has no file with JSON lines"):
@@ -125,7 +125,7 @@ def test_what_holds_no_questions_is_refused(folder: Path) -> None:
         load_data(folder / "rows.jsonl")
 
 
-def test_a_image_that_goes_away_is_an_error_of_the_data(folder: Path) -> None:
+def test_a_deleted_image_raises_a_data_error(folder: Path) -> None:
     (question,) = load_data(write(folder, GOOD)).questions
     (folder / "a.png").unlink()
     with pytest.raises(DataError, match=r"line 1: cannot read a\.png"):
@@ -160,13 +160,15 @@ def test_saved_datasets_are_read(folder: Path) -> None:
     )
     files = [str(folder / "a.png"), str(folder / "broken.jpg")]
     rows = {"image": files, "question": ["q", "r"], "answers": [["x"]] * 2}
-    made = datasets.Dataset.from_dict(rows, features=images)
-    made.save_to_disk(folder / "one")
+    dataset = datasets.Dataset.from_dict(rows, features=images)
+    dataset.save_to_disk(folder / "one")
     data = load_data(folder / "one", skip_bad=True)
-    assert [(one.question, one.answers, one.images[0].size) for one in data.questions] == [("q", ("x",), (8, 6))]
+    assert [(question.question, question.answers, question.images[0].size) for question in data.questions] == [
+        ("q", ("x",), (8, 6))
+    ]
     assert data.skipped[0].startswith("row 1: cannot read broken.jpg as an image")
 
-    datasets.DatasetDict(train=made, test=made.select([0])).save_to_disk(folder / "two")
+    datasets.DatasetDict(train=dataset, test=dataset.select([0])).save_to_disk(folder / "two")
     with pytest.raises(DataError, match=r"splits train, test\. Select one with --split"):
         load_data(folder / "two")
     assert len(load_data(folder / "two", split="test").questions) == 1
@@ -191,7 +193,8 @@ def test_a_folder_of_images_with_metadata_is_read(folder: Path, monkeypatch: pyt
     [
         ("exact", " Cat. ", ["dog", "cat"], 1),
         ("exact", "cats", ["cat"], 0),
-        ("vqa", "The two", ["2"] * 3 + ["3"] * 7, 0.9),  # without one of the three: 2/3, three times; else 1
+        # Leaving out one of the three answers "2" scores 2/3, leaving out another answer scores 1.
+        ("vqa", "The two", ["2"] * 3 + ["3"] * 7, 0.9),
         ("vqa", "2", ["2"] + ["3"] * 9, 0.3),
         ("vqa", "don't", ["dont"] * 4, 1),
         ("vqa", "1,000.5!", ["1000.5"], 1),
@@ -204,7 +207,7 @@ def test_a_folder_of_images_with_metadata_is_read(folder: Path, monkeypatch: pyt
         ("anls", "kitten", ["sitten"], 5 / 6),
         ("anls", " Two\n words", ["two words "], 1),
         ("anls", "kitten", ["sitting", "dog"], 1 - 3 / 7),
-        ("anls", "ab", ["ac"], 0),  # half of it is wrong
+        ("anls", "ab", ["ac"], 0),  # half of the answer is wrong
         ("anls", "abcde", ["abcxy"], 0.6),
         ("anls", "", ["a"], 0),
         ("relaxed", "105", ["100"], 1),
@@ -214,7 +217,7 @@ def test_a_folder_of_images_with_metadata_is_read(folder: Path, monkeypatch: pyt
         ("relaxed", "0.105", ["0.1"], 1),
         ("relaxed", "1.0501", ["1"], 0),
         ("relaxed", "-95", ["-100"], 1),
-        ("relaxed", "7", ["inf"], 0),  # a text
+        ("relaxed", "7", ["inf"], 0),  # infinity is compared as text
         ("relaxed", "inf", ["inf"], 1),
         ("relaxed", "50%", ["0.5"], 1),
         ("relaxed", "$1,040", ["1000"], 1),
@@ -229,7 +232,7 @@ def test_metrics_by_hand(name: str, prediction: str, answers: list[str], score: 
     assert metrics.get_metric(name).score([prediction], [answers]) == [pytest.approx(score)]
 
 
-def test_anls_is_that_of_a_naive_edit_distance() -> None:
+def test_anls_equals_a_naive_edit_distance() -> None:
     def naive(a: str, b: str) -> int:
         if not a or not b:
             return len(a) + len(b)
@@ -237,21 +240,21 @@ def test_anls_is_that_of_a_naive_edit_distance() -> None:
 
     rng, scores = np.random.default_rng(0), set()
     for _ in range(60):
-        one, two = ("".join(rng.choice(list("ab"), rng.integers(1, 6))) for _ in range(2))
-        share = naive(one, two) / max(len(one), len(two))
-        assert metrics.anls(one, two) == pytest.approx(1 - share if share < 0.5 else 0)
-        scores.add(metrics.anls(one, two))
+        first, second = ("".join(rng.choice(list("ab"), rng.integers(1, 6))) for _ in range(2))
+        share = naive(first, second) / max(len(first), len(second))
+        assert metrics.anls(first, second) == pytest.approx(1 - share if share < 0.5 else 0)
+        scores.add(metrics.anls(first, second))
     assert len(scores) > 3
 
 
-def test_f1_is_that_of_transformers() -> None:
-    reason = "transformers 5.24 has no metrics"
+def test_f1_equals_transformers() -> None:
+    reason = "transformers 5.24 lacks metrics"
     compute_f1 = pytest.importorskip("transformers.data.metrics.squad_metrics", reason=reason).compute_f1
 
     rng, words = np.random.default_rng(0), "the a An cat Cat, dogs 2 2.5 it's ! (left) - ä".split()
     for _ in range(300):
-        ours, theirs = (" ".join(rng.choice(words, rng.integers(6))) for _ in range(2))
-        assert metrics.f1(ours, theirs) == pytest.approx(compute_f1(theirs, ours))
+        prediction, answer = (" ".join(rng.choice(words, rng.integers(6))) for _ in range(2))
+        assert metrics.f1(prediction, answer) == pytest.approx(compute_f1(answer, prediction))
 
 
 def test_unknown_metrics_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,9 +268,9 @@ def test_unknown_metrics_and_missing_packages_are_named(monkeypatch: pytest.Monk
         metrics.get_metric("anls")
 
 
-def test_cider_is_that_of_pycocoevalcap() -> None:
+def test_cider_equals_pycocoevalcap() -> None:
     pytest.importorskip("pycocoevalcap", reason="needs pycocoevalcap")
     gold = [["A black cat sits."], ["Two dogs run in the snow."], ["A red bus."]]
-    same, other = metrics.cider([one[0] for one in gold], gold), metrics.cider(["x y z"] * 3, gold)
+    same, other = metrics.cider([captions[0] for captions in gold], gold), metrics.cider(["x y z"] * 3, gold)
     assert same[1] == pytest.approx(10)
     assert other == [0, 0, 0]

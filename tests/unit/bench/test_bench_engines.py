@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark through vLLM, without vLLM: an engine that is made up, and a server that only speaks its protocol. The
-real ones are in tests/vllm/."""
+"""Test the vLLM backend of the benchmark without vLLM: a made-up engine, and a server that only implements the
+protocol. tests/vllm/ tests the actual engine and server."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ CONFIG = SimpleNamespace(model_type="made_up", get_text_config=lambda: TEXT_CONF
 
 
 class Killed(BaseException):
-    """Like a signal: nothing catches it."""
+    """An exception like a signal, which no handler catches."""
 
 
 class MadeUp:
-    """An engine that counts, takes each letter for a token, and answers with their number. calls: after so many it is
-    killed."""
+    """An engine that counts calls. Each letter is a token, and the answer is the token count. calls: number of calls
+    until it is killed."""
 
     bytes_per_value = 2
 
     def __init__(self, calls: int = -1, config: Any = CONFIG) -> None:
         self.config, self.left = config, calls
         self.asked: list[tuple[int, dict[str, Any]]] = []
-        self.seen, self.kept = 1000, 500  # others asked before
+        self.seen, self.kept = 1000, 500  # other clients sent requests before
         self.clocked: list[tuple[dict[str, Any], bytes]] = []
         self.foreign = 0
 
@@ -85,69 +85,69 @@ class MadeUp:
         return "f"
 
 
-def run(engine: MadeUp, folder: Path | None = None, plan: BenchPlan = PLAN) -> list[dict[str, Any]]:
+def run_bench(engine: MadeUp, folder: Path | None = None, plan: BenchPlan = PLAN) -> list[dict[str, Any]]:
     backend = VllmBackend(engine, "!", 4)
     if folder is None:
         return list(Bench(backend, plan).records())
-    with RunFolder(folder, config_of(backend, plan, "exact", {})) as kept:
-        return list(Bench(backend, plan, folder=kept).records())
+    with RunFolder(folder, config_of(backend, plan, "exact", {})) as run_folder:
+        return list(Bench(backend, plan, folder=run_folder).records())
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
-    lines = [line for name in ("predictions.jsonl", "results.jsonl") for line, _ in read_lines(folder / name)]
-    for line in lines:
-        line.pop("date", None)
-        line.get("timing", {}).pop("load", None)
-    return lines
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    records = [record for name in ("predictions.jsonl", "results.jsonl") for record, _ in read_lines(folder / name)]
+    for record in records:
+        record.pop("date", None)
+        record.get("timing", {}).pop("load", None)
+    return records
 
 
 # -- the backend ------------------------------------------------------------------------------------------------------
 
 
-def test_records_are_those_of_any_backend() -> None:
+def test_records_have_the_format_of_any_backend() -> None:
     engine = MadeUp()
-    header, base, random, down, uniform, dart = records = run(engine)
+    header, base, random, down, uniform, dart = records = run_bench(engine)
     assert header["environment"] | {"tokenprune": ""} == {
         "engine": "vllm", "vllm": "9", "model": "m", "model_type": "made_up", "weights": None, "device": "d",
         "machine": "", "cores": 1, "threads": None, "dtype": "float16", "attention": None, "python": "3",
         "tokenprune": "",
     }  # fmt: skip
     assert (dart["record"], dart["reason"]) == ("skipped", "dart cannot be served")
-    # Eight questions in batches of three, with every seed.
+    # Eight questions in batches of three, for each seed.
     assert [size for size, _ in engine.asked] == [3, 3, 2] * 6
     assert [record["method"] for record in (base, random, down, uniform)] == [
         "unpatched", "random", "downsample", "uniform",
     ]  # fmt: skip
     shape = DecoderShape.from_config(TEXT_CONFIG)
-    full, kept = 8 * VISUAL, 2 * VISUAL
-    assert base["stats"]["visual_tokens_per_layer"] == [full, full]
+    unpruned, kept = 8 * VISUAL, 2 * VISUAL
+    assert base["stats"]["visual_tokens_per_layer"] == [unpruned, unpruned]
     stats = uniform["stats"]
-    assert (stats["visual_tokens_in"], stats["visual_tokens_out"]) == (full, kept)
+    assert (stats["visual_tokens_in"], stats["visual_tokens_out"]) == (unpruned, kept)
     assert stats["visual_tokens_per_layer"] == [kept, kept] and stats["keep_ratio"] == 0.25
     letters = [len(question.question) + 1 for question in load_heldout(limit=1)]
-    # Keys and values, layers, one head of 4, two bytes.
+    # Keys and values in two layers, a head of 4 channels, two bytes each.
     assert stats["kv_bytes"] == sum([*letters, kept]) * 2 * 2 * 4 * 2
-    assert stats["kv_bytes_full"] == base["stats"]["kv_bytes"] == sum([*letters, full]) * 2 * 2 * 4 * 2
-    flops = [sum(shape.prefill_flops([text + one] * 2) for text in letters) for one in (25, 100)]
+    assert stats["kv_bytes_full"] == base["stats"]["kv_bytes"] == sum([*letters, unpruned]) * 2 * 2 * 4 * 2
+    flops = [sum(shape.prefill_flops([text + visual] * 2) for text in letters) for visual in (25, 100)]
     assert len(set(letters)) > 1 and stats["prefill_flops_ratio"] == pytest.approx(flops[0] / flops[1])
     assert stats["overhead_ms"] is None
-    (title, *_), printed = (build_tables(summarise(records))[0].title,), str(build_tables(summarise(records))[0])
+    (title, *_), table = (build_tables(summarise(records))[0].title,), str(build_tables(summarise(records))[0])
     assert title == ("m: 8 questions on 1 images, d, vLLM 9, float16")
-    assert "100 → 25" in printed and "with uncached images" in printed and "Skipped dart" in printed
+    assert "100 → 25" in table and "with uncached images" in table and "Skipped dart" in table
 
 
 def test_times_are_taken_in_turns_with_images_of_their_own() -> None:
     engine = MadeUp()
-    uniform = run(engine)[4]
+    uniform = run_bench(engine)[4]
     assert uniform["timing"]["ttft_ratio"]["p50"] == 0.5 and uniform["timing"]["token_ratio"]["p50"] == 1.0
-    assert len(engine.clocked) == 3 * 2 * 3  # methods that ran, sides, rounds
+    assert len(engine.clocked) == 3 * 2 * 3  # methods that ran, sides and rounds
     assert [("off" in setting) for setting, _ in engine.clocked[:6]] == [False, True, True, False, False, True]
-    # Three random bytes each: two of 18 are the same once in 100 000 runs.
+    # Three random bytes per image: two of 18 are equal once in 100,000 runs.
     assert len({pixels for _, pixels in engine.clocked}) == len(engine.clocked)
 
 
 def test_without_a_config_only_tokens_are_told() -> None:
-    records = run(MadeUp(config=None))
+    records = run_bench(MadeUp(config=None))
     stats = records[4]["stats"]
     assert (stats["visual_tokens_average"], stats["keep_ratio"], stats["prefill_flops_ratio"]) == (200, 0.25, None)
     row = build_tables(summarise(records))[0].rows[-1]
@@ -156,19 +156,20 @@ def test_without_a_config_only_tokens_are_told() -> None:
 
 @pytest.mark.parametrize("calls", [0, 2, 5, 13])
 def test_a_killed_run_goes_on(calls: int, tmp_path: Path) -> None:
-    run(MadeUp(), tmp_path / "whole")
+    run_bench(MadeUp(), tmp_path / "whole")
     with pytest.raises(Killed):
-        run(MadeUp(calls), tmp_path / "run")
+        run_bench(MadeUp(calls), tmp_path / "run")
     engine = MadeUp()
-    run(engine, tmp_path / "run")
+    run_bench(engine, tmp_path / "run")
     assert len(engine.asked) == 18 - calls
-    assert told(tmp_path / "run") == told(tmp_path / "whole")
+    assert read_records(tmp_path / "run") == read_records(tmp_path / "whole")
     with pytest.raises(RunError, match="has a run with model_type"):
-        run(MadeUp(config=None), tmp_path / "run")
+        run_bench(MadeUp(config=None), tmp_path / "run")
 
 
-def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
-    """At the same time as the unpatched questions, if they are pruned; and at any time after."""
+def test_requests_of_other_clients_are_detected() -> None:
+    """Requests of other clients are detected while the unpatched questions run, if they are pruned, and at any time
+    after."""
     engine = MadeUp()
     backend = VllmBackend(engine, "", 4)
     backend.begin([])
@@ -183,9 +184,9 @@ def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
     plain = MadeUp.ask
 
     def pruned(self: MadeUp, *args: Any) -> list[Reply]:
-        made = plain(self, *args)
+        replies = plain(self, *args)
         self.kept -= 1
-        return made
+        return replies
 
     engine.ask = pruned.__get__(engine)
     with backend.answering(None) as answer, pytest.raises(RunError, match="visual tokens of other requests"):
@@ -202,15 +203,15 @@ def test_a_request_names_all_options_of_a_setting() -> None:
     assert build_request(None) == {"off": True}
     assert build_request(Pass("unpatched", 1.0).setting) == {"off": True}
 
-    def asked(setting: dict) -> dict:
+    def build(setting: dict) -> dict:
         return build_request(Setting.from_json(setting))
 
-    (drawn,) = BenchPlan(("random",), seeds=(2,)).passes("random", 0.5)
-    assert build_request(drawn.setting) == {"method": "random", "keep": 0.5, "seed": 2}
-    assert asked({"method": "vscan", "keep": 64})["stage2"] is True
-    assert "thresholds" not in asked({"method": "dymu", "keep": 0.5})  # a file, which requests cannot name
-    two = {"method": [{"method": "random", "seed": 2}, "pool"], "keep": [0.5, 0.25], "per": "frame"}
-    assert asked(two) == {**two, "method": [{"method": "random", "seed": 2}, asked({"method": "pool"})]}
+    (one_pass,) = BenchPlan(("random",), seeds=(2,)).passes("random", 0.5)
+    assert build_request(one_pass.setting) == {"method": "random", "keep": 0.5, "seed": 2}
+    assert build({"method": "vscan", "keep": 64})["stage2"] is True
+    assert "thresholds" not in build({"method": "dymu", "keep": 0.5})  # a file, which requests cannot reference
+    stack = {"method": [{"method": "random", "seed": 2}, "pool"], "keep": [0.5, 0.25], "per": "frame"}
+    assert build(stack) == {**stack, "method": [{"method": "random", "seed": 2}, build({"method": "pool"})]}
 
 
 @pytest.mark.parametrize(
@@ -218,18 +219,18 @@ def test_a_request_names_all_options_of_a_setting() -> None:
     [([5], [1, 5], True), ([1, 5], [1, 1, 5], False), ([5], [5], False), ([1, 5], [1, 5], False)],
 )
 def test_special_tokens_come_once(plain: list[int], special: list[int], expected: bool) -> None:
-    assert needs_special_tokens(lambda added: special if added else plain) is expected
+    assert needs_special_tokens(lambda add_special: special if add_special else plain) is expected
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-def bench(*arguments: str, **environment: str) -> Result:
+def invoke_bench(*arguments: str, **environment: str) -> Result:
     return CliRunner(env={"COLUMNS": "300", **environment}).invoke(app, ["bench", *arguments])
 
 
 @each(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
         ("--backend tgi", "'tgi' is none of hf, vllm"),
         ("--server http://localhost:1", "--server goes with --backend vllm"),
@@ -245,15 +246,15 @@ def bench(*arguments: str, **environment: str) -> Result:
         ("--backend vllm --server localhost:8000", "is not an address"),
     ],
 )
-def test_options_that_do_not_go_together(arguments: str, says: str) -> None:
-    if "is not an address" in says:
+def test_conflicting_options_of_backends_are_refused(arguments: str, expected: str) -> None:
+    if "is not an address" in expected:
         pytest.importorskip("openai", reason="the address is looked at by the client")
-    result = bench(*arguments.split())
-    assert result.exit_code == 2 and says in result.stderr
+    result = invoke_bench(*arguments.split())
+    assert result.exit_code == 2 and expected in result.stderr
 
 
 def test_vllm_shares_the_work_by_itself() -> None:
-    result = bench("--backend", "vllm", WORLD_SIZE="2")
+    result = invoke_bench("--backend", "vllm", WORLD_SIZE="2")
     assert result.exit_code == 2 and "tensor_parallel_size" in result.stderr
 
 
@@ -262,7 +263,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TokenPruneError, match=r"tokenprune-vlm\[vllm\]"):
         OfflineEngine(None)
     monkeypatch.setitem(sys.modules, "openai", None)
-    result = bench("--backend", "vllm", "--server", "http://127.0.0.1:1")
+    result = invoke_bench("--backend", "vllm", "--server", "http://127.0.0.1:1")
     assert result.exit_code == 2 and "tokenprune-bench[server]" in result.stderr
 
 
@@ -274,12 +275,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretender]:
     pytest.importorskip("openai", reason="the client of --server: pip install 'tokenprune-bench[server]'")
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with pretending() as made:
-        yield made
+    with pretending() as pretender:
+        yield pretender
 
 
-def ask(server: Pretender, *arguments: str) -> Result:
-    return bench(
+def ask_server(server: Pretender, *arguments: str) -> Result:
+    return invoke_bench(
         "--backend", "vllm", "--server", f"{server.url}/v1", "--methods", "uniform", "--keep", "0.25", "--images", "1",
         "--repeats", "1", *arguments,
     )  # fmt: skip
@@ -287,12 +288,12 @@ def ask(server: Pretender, *arguments: str) -> Result:
 
 def test_a_server_is_asked(server: Pretender, tmp_path: Path) -> None:
     options = ("--suffix", "?", "--max-new-tokens", "3", "--model", "one", "--details")
-    result = ask(server, "--run", str(tmp_path / "run"), *options)
+    result = ask_server(server, "--run", str(tmp_path / "run"), *options)
     assert result.exit_code == 0, result.output
     assert "one: 8 questions on 1 images, a vLLM server, vLLM 9.9, unknown dtype" in result.stdout
     assert "100 → 25" in result.stdout and "100 → 100" in result.stdout
     first, unpatched = server.chats[0], server.chats[1:9]
-    assert first["max_tokens"] == 1  # to see whether the plugin is there
+    assert first["max_tokens"] == 1  # checks whether the plugin is installed
     for chat in unpatched:
         assert (chat["model"], chat["temperature"], chat["max_tokens"]) == ("one", 0.0, 3)
         assert chat["mm_processor_kwargs"] == {"tokenprune": {"off": True}} and chat["add_special_tokens"] is True
@@ -313,10 +314,11 @@ def test_questions_of_a_batch_are_asked_at_once(server: Pretender) -> None:
     from tokenprune_bench.vllm_server import ServerEngine
 
     engine = ServerEngine(server.url)
-    server.gate = threading.Barrier(4)  # opens when four are there
-    replies = engine.ask([Chat((), f"{number}") for number in range(4)], {"off": True}, 1)
+    server.gate = threading.Barrier(4)  # opens with four requests
+    replies = engine.ask([Chat((), f"{index}") for index in range(4)], {"off": True}, 1)
     assert [reply.text for reply in replies] == ["0", "1", "2", "3"]
-    assert engine.count_visual_tokens() == tuple(server.counts) == (4 * VISUAL, 4 * VISUAL)  # nothing that others count
+    # Only this client's requests are counted.
+    assert engine.count_visual_tokens() == tuple(server.counts) == (4 * VISUAL, 4 * VISUAL)
     engine.close()
 
 
@@ -332,23 +334,23 @@ def test_special_tokens_are_left_to_a_template_that_writes_them(server: Pretende
 
 def test_a_server_without_the_plugin_is_not_measured(server: Pretender) -> None:
     server.plugin = False
-    result = ask(server)
+    result = ask_server(server)
     assert result.exit_code == 2 and "without tokenprune's plugin" in result.stderr
     assert "--trust-request-mm-kwargs" in result.stderr and len(server.chats) == 1
 
 
 @pytest.mark.parametrize(
-    ("status", "message", "says"),
+    ("status", "message", "expected"),
     [
         (400, "disabled by default", "disabled by default. To allow a setting per request, start it with --trust-"),
         (401, "no key", "needs a key. Set OPENAI_API_KEY"),
         (403, "not yours", "failed: Error code: 403"),
     ],
 )
-def test_refusals_of_a_server_are_told(server: Pretender, status: int, message: str, says: str) -> None:
+def test_refusals_of_a_server_are_reported(server: Pretender, status: int, message: str, expected: str) -> None:
     server.refusal = (status, message)
-    result = ask(server)
-    assert result.exit_code == 2 and says in result.stderr, result.stderr
+    result = ask_server(server)
+    assert result.exit_code == 2 and expected in result.stderr, result.stderr
 
 
 def test_a_method_that_the_server_refuses_is_skipped(server: Pretender, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,14 +365,14 @@ def test_a_method_that_the_server_refuses_is_skipped(server: Pretender, monkeypa
         return plain(self)
 
     monkeypatch.setattr(Talk, "do_POST", refusing)
-    result = ask(server, "--repeats", "0", "--details")
+    result = ask_server(server, "--repeats", "0", "--details")
     assert result.exit_code == 0 and "Skipped uniform at keep 0.25: uniform cannot be served: so it is" in result.stdout
 
 
-def test_a_server_that_is_not_there(server: Pretender) -> None:
-    result = ask(server, "--model", "three")
+def test_an_unreachable_server_is_reported(server: Pretender) -> None:
+    result = ask_server(server, "--model", "three")
     assert result.exit_code == 2 and "does not serve three. It serves one, two" in result.stderr
     server.shutdown()
     server.server_close()
-    result = ask(server)
+    result = ask_server(server)
     assert result.exit_code == 2 and "does not answer" in result.stderr and "Check that it runs" in result.stderr

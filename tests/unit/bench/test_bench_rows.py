@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' files as they are: encodings, tables, names that are no files, and questions that a model misreads."""
+"""Test users' files: encodings, tables, invalid file names, and questions that a model misreads."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def asked(data: Data) -> list[tuple[str, str, tuple[str, ...]]]:
-    return [(one.where, one.question, one.answers) for one in data.questions]
+def list_questions(data: Data) -> list[tuple[str, str, tuple[str, ...]]]:
+    return [(question.where, question.question, question.answers) for question in data.questions]
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def asked(data: Data) -> list[tuple[str, str, tuple[str, ...]]]:
 def test_line_ends_and_a_mark_at_the_start_do_not_matter(end: str, start: str, folder: Path) -> None:
     path, line = folder / "rows.jsonl", json.dumps({**GOOD, "question": "wäs?"}, ensure_ascii=False)
     path.write_bytes(end.join([start + line, "", "  ", line]).encode())
-    assert asked(load_data(path)) == [("line 1", "wäs?", ("cat",)), ("line 4", "wäs?", ("cat",))]
+    assert list_questions(load_data(path)) == [("line 1", "wäs?", ("cat",)), ("line 4", "wäs?", ("cat",))]
     path.write_text(line, encoding="utf-16")
     with pytest.raises(DataError, match="it is not UTF-8 text"):
         load_data(path)
@@ -49,12 +49,12 @@ def test_line_ends_and_a_mark_at_the_start_do_not_matter(end: str, start: str, f
 def test_a_list_in_json_is_read(folder: Path) -> None:
     path = folder / "rows.json"
     path.write_text(json.dumps([GOOD, {**GOOD, "answer": 3}], indent=1))
-    assert asked(load_data(path)) == [("row 0", "what?", ("cat",)), ("row 1", "what?", ("3",))]
+    assert list_questions(load_data(path)) == [("row 0", "what?", ("cat",)), ("row 1", "what?", ("3",))]
     path.write_text(json.dumps([GOOD, "x"]))
     with pytest.raises(DataError, match="row 1: not a JSON object"):
         load_data(path)
-    path.write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD))  # JSON lines by another name
-    assert [one.where for one in load_data(path).questions] == ["line 1", "line 2"]
+    path.write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD))  # JSON lines with another suffix
+    assert [question.where for question in load_data(path).questions] == ["line 1", "line 2"]
     path.write_text("[" + json.dumps(GOOD))
     with pytest.raises(DataError, match=r"Cannot read .*rows\.json: not valid JSON"):
         load_data(path)
@@ -68,14 +68,14 @@ def test_tables_are_read_as_texts(folder: Path) -> None:
         encoding="utf-8",
     )
     data = load_data(path, columns={"": ""})
-    assert asked(data) == [
+    assert list_questions(data) == [
         ("line 2", "what,\nthen?", ("007",)),
         ("line 5", "so?", ("NA",)),
         ("line 6", "or?", ("a", "2")),
     ]
-    assert [one.kind for one in data.questions] == ["x", "all", "y"]
+    assert [question.kind for question in data.questions] == ["x", "all", "y"]
     (folder / "rows.tsv").write_text("image\tquestion\tanswer\na.png\thow, then?\tso\n")
-    assert asked(load_data(folder / "rows.tsv")) == [("line 2", "how, then?", ("so",))]
+    assert list_questions(load_data(folder / "rows.tsv")) == [("line 2", "how, then?", ("so",))]
 
 
 @pytest.mark.parametrize(
@@ -96,23 +96,23 @@ def test_damaged_tables_are_named_by_line(text: str, message: str, folder: Path)
 def test_parquet_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="needs the datasets library")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-    made = datasets.Dataset.from_dict({"image": ["a.png"] * 2, "question": ["q", "r"], "answer": [1.0, None]})
+    dataset = datasets.Dataset.from_dict({"image": ["a.png"] * 2, "question": ["q", "r"], "answer": [1.0, None]})
     (folder / "data").mkdir()
-    made.to_parquet(folder / "rows.parquet")
-    data = load_data(folder / "rows.parquet", skip_bad=True)  # names are seen from the file's folder
-    assert asked(data) == [("row 0", "q", ("1",))]
+    dataset.to_parquet(folder / "rows.parquet")
+    data = load_data(folder / "rows.parquet", skip_bad=True)  # file names are relative to the file's folder
+    assert list_questions(data) == [("row 0", "q", ("1",))]
     assert data.skipped == ["row 1: needs either answer or answers"]
-    inside = made.map(lambda row: {"image": str(folder / row["image"]), "answer": 2}).cast_column(
+    embedded = dataset.map(lambda row: {"image": str(folder / row["image"]), "answer": 2}).cast_column(
         "image", datasets.Image()
     )
     for split in ("train", "test"):
-        inside.to_parquet(folder / f"data/{split}-00000-of-00001.parquet")
+        embedded.to_parquet(folder / f"data/{split}-00000-of-00001.parquet")
     (folder / "rows.parquet").unlink()
     with pytest.raises(DataError, match=r"splits train, test\. Select one"):
         load_data(folder)
-    found = load_data(folder, split="test")
-    assert asked(found) == [("row 0", "q", ("2",)), ("row 1", "r", ("2",))]
-    assert [one.images[0].size for one in found.questions] == [(8, 6)] * 2
+    split_data = load_data(folder, split="test")
+    assert list_questions(split_data) == [("row 0", "q", ("2",)), ("row 1", "r", ("2",))]
+    assert [question.images[0].size for question in split_data.questions] == [(8, 6)] * 2
     (folder / "rows.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"Cannot read .*rows\.parquet as a dataset"):
         load_data(folder / "rows.parquet")
@@ -151,8 +151,8 @@ def test_names_of_all_sorts_are_found(folder: Path) -> None:
     strange.write_bytes((folder / "a.png").read_bytes())
     names = ["link.png", str(folder / "a.png"), "./sub/../a.png", f"sub/{strange.name}"]
     data = load_data(write(folder, *({**GOOD, "image": name} for name in names)))
-    assert [one.images[0].size for one in data.questions] == [(8, 6)] * 4
-    twice = load_data(write(folder, GOOD, GOOD), limit=9)  # as often as it is there, and no more
+    assert [question.images[0].size for question in data.questions] == [(8, 6)] * 4
+    twice = load_data(write(folder, GOOD, GOOD), limit=9)  # rows are not repeated
     assert len(twice.questions) == 2
 
 
@@ -197,7 +197,7 @@ def test_placeholders_in_questions_are_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=r"1 of 3 questions .*line 2: .* the placeholder '<image>'; remove it"):
         check_questions(data.questions, llava())
     check_questions([data.questions[0], data.questions[2]], llava())
-    # A processor may name its placeholders by their numbers alone.
+    # Some processors name their placeholders only by ids.
     tokenizer = special_tokenizer(image_token="<b>")
     numbered = SimpleNamespace(image_token_id=tokenizer.convert_tokens_to_ids("<b>"), tokenizer=tokenizer)
     with pytest.raises(DataError, match="line 3: its question contains the placeholder '<b>'"):
@@ -214,19 +214,19 @@ def test_questions_that_do_not_fit_the_model_are_left_out_in_their_order(folder:
     rows = [GOOD, {**GOOD, "question": "<image> what?"}, "{", video, {**GOOD, "question": "and?"}]
     data = load_data(write(folder, *rows), skip_bad=True)
     fit = drop_questions(data, find_misfits(data.questions, llava()))
-    assert [one.where for one in fit.questions] == ["line 1", "line 5"]
+    assert [question.where for question in fit.questions] == ["line 1", "line 5"]
     assert [line.partition(":")[0] for line in fit.skipped] == ["line 2", "line 3", "line 4"]
     assert "contains the placeholder '<image>'" in fit.skipped[0]
     assert fit.skipped[2] == "line 4: is about a video, but this model does not support videos"
     assert fit.about()["digest"] == load_data(write(folder, rows[0], rows[4])).about()["digest"]
     assert drop_questions(data, []) == data
     with pytest.raises(DataError, match=r"rows\.jsonl has no questions: all 5 rows are bad, line 1: why"):
-        drop_questions(data, [(number, "why") for number in range(4)])
+        drop_questions(data, [(index, "why") for index in range(4)])
 
 
 def test_a_image_that_the_processor_refuses_is_named() -> None:
     class Picky:
-        """Like Qwen2-VL's processor."""
+        """A processor like Qwen2-VL's, with a limit on the aspect ratio."""
 
         def __init__(self, error: type[Exception]) -> None:
             self.error = error
@@ -240,6 +240,6 @@ def test_a_image_that_the_processor_refuses_is_named() -> None:
     assert subject.inputs(["a"], ["good?"]) == {}
     with pytest.raises(DataError, match=r"The processor of picky rejects the image of 'wide\?': aspect ratio must be"):
         subject.inputs(["a", "wide", "b"], ["good?", "wide?", "also?"])
-    subject.processor = Picky(OptionError)  # a method's own words stay
+    subject.processor = Picky(OptionError)  # the message of a method is not changed
     with pytest.raises(OptionError, match=r"^aspect"):
         subject.inputs(["a", "wide"], ["good?", "wide?"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that are kept, killed, gone on with and shared, and what is said of a method against another."""
+"""Test runs that are saved, killed, continued and shared, and the comparison of methods."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ from tokenprune_demo.heldout import load_heldout
 
 KINDS = ("colour", "count", "word")
 FILES = [".lock", "config.json", "predictions.jsonl", "results.jsonl"]
-CALLS = 12  # unpatched, three seeds of random, downsample and uniform, each on two batches
+CALLS = 12  # the unpatched model, three seeds of random, downsample and uniform, each with two batches
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "mine.jsonl"
     rows = [
-        {"image": str(one.path), "question": one.question, "answer": one.answer, "kind": one.kind}
-        for one in load_heldout(kinds=KINDS, limit=1)
+        {"image": str(question.path), "question": question.question, "answer": question.answer, "kind": question.kind}
+        for question in load_heldout(kinds=KINDS, limit=1)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def arguments(data: Path, *more: object) -> list[str]:
+def build_arguments(data: Path, *more: object) -> list[str]:
     fixed = "bench --methods uniform --keep 0.25 --repeats 0 --batch-size 2 --device cpu --metric anls --details"
     if "--run" in more:
-        fixed += " --samples 0"  # test_report_samples.py draws
+        fixed += " --samples 0"  # test_report_samples.py tests drawings
     return [*fixed.split(), "--data", str(data), *map(str, more)]
 
 
-def bench(data: Path, *more: object) -> Result:
-    return CliRunner(env={"COLUMNS": "220"}).invoke(app, arguments(data, *more))
+def invoke_bench(data: Path, *more: object) -> Result:
+    return CliRunner(env={"COLUMNS": "220"}).invoke(app, build_arguments(data, *more))
 
 
-def told(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, but for what a clock says."""
+def read_untimed(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file without dates and durations."""
     records = [record for record, _ in read_lines(path)]
     for record in records:
         record.pop("date", None)
@@ -70,54 +70,54 @@ def told(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """An unbroken run: its folder, and what it printed."""
+def unbroken(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the folder and the output of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    result = bench(data, "--run", folder)
+    result = invoke_bench(data, "--run", folder)
     assert result.exit_code == 0, result.output
     return folder, result.stdout
 
 
 class Killed(BaseException):
-    """Like a signal: nothing catches it."""
+    """An exception like a signal, which no handler catches."""
 
 
 def kill_after(monkeypatch: pytest.MonkeyPatch, calls: int | None) -> list[int]:
-    """Let the model answer so many batches and no more; returns a list with one item a call."""
-    generate, made = Model.generate, []
+    """Kill the run after a number of model calls. Return a list with an item per call."""
+    generate, done = Model.generate, []
 
     def limited(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
-        if calls is not None and len(made) == calls:
+        if calls is not None and len(done) == calls:
             raise Killed
-        made.append(1)
+        done.append(1)
         return generate(self, inputs, **options)
 
     monkeypatch.setattr(Model, "generate", limited)
-    return made
+    return done
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_keeps_config_predictions_and_results(data: Path, whole: tuple[Path, str]) -> None:
-    folder, printed = whole
+def test_a_run_keeps_config_predictions_and_results(data: Path, unbroken: tuple[Path, str]) -> None:
+    folder, printed = unbroken
     assert sorted(file.name for file in folder.iterdir()) == FILES
     config = json.loads((folder / "config.json").read_text())
     assert (config["metric"], config["keeps"], config["data"]["questions"]) == ("anls", [0.25], 3)
     assert config["methods"] == ["random", "downsample", "uniform"]
     assert config["versions"]["tokenprune"] == tokenprune.__version__
     assert config["fingerprint"].startswith("float32:")
-    lines = told(folder / "predictions.jsonl")
-    assert [(one["method"], one["keep"], one["seed"], one["question"]) for one in lines] == [
+    lines = read_untimed(folder / "predictions.jsonl")
+    assert [(line["method"], line["keep"], line["seed"], line["question"]) for line in lines] == [
         *(("unpatched", 1.0, None, question) for question in range(3)),
         *(("random", 0.25, seed, question) for seed in range(3) for question in range(3)),
         *(("downsample", 0.25, None, question) for question in range(3)),
         *(("uniform", 0.25, None, question) for question in range(3)),
     ]
-    header, base, *_, uniform = told(folder / "results.jsonl")
+    header, base, *_, uniform = read_untimed(folder / "results.jsonl")
     assert header["kinds"] == sorted(KINDS) and header["metric"] == "anls"
-    assert [one["score"] for one in lines[-3:]] == uniform["scores"][0]
-    assert [one["score"] for one in lines[:3]] == base["scores"][0]
+    assert [line["score"] for line in lines[-3:]] == uniform["scores"][0]
+    assert [line["score"] for line in lines[:3]] == base["scores"][0]
     assert "3 questions of mine.jsonl" in printed and "ANLS %" in printed and "Against the baselines" in printed
     assert str(data.parent) not in (folder / "results.jsonl").read_text() + (folder / "config.json").read_text()
     again = CliRunner(env={"COLUMNS": "220"}).invoke(app, ["report", str(folder), "--details"])
@@ -126,57 +126,58 @@ def test_a_run_keeps_config_predictions_and_results(data: Path, whole: tuple[Pat
 
 @pytest.mark.parametrize("calls", [0, 3, 7, 11])
 def test_a_killed_run_goes_on_and_ends_like_an_unbroken_one(
-    calls: int, data: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    calls: int, data: Path, unbroken: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         kill_after(patch, calls)
         with pytest.raises(Killed):
-            bench(data, "--run", tmp_path / "run")
-    for name in ("predictions.jsonl", "results.jsonl"):  # the kill came in the midst of a line
+            invoke_bench(data, "--run", tmp_path / "run")
+    for name in ("predictions.jsonl", "results.jsonl"):  # the process was killed while writing a line
         with (tmp_path / "run" / name).open("a") as file:
             file.write('{"method": "unpatched", "keep": 1.0, "se')
-    made = kill_after(monkeypatch, None)
-    result = bench(data, "--run", tmp_path / "run")
+    done = kill_after(monkeypatch, None)
+    result = invoke_bench(data, "--run", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    assert len(made) == CALLS - calls  # nothing is done twice
-    assert result.stdout == whole[1]
-    assert (tmp_path / "run/config.json").read_text() == (whole[0] / "config.json").read_text()
+    assert len(done) == CALLS - calls  # finished batches are not repeated
+    assert result.stdout == unbroken[1]
+    assert (tmp_path / "run/config.json").read_text() == (unbroken[0] / "config.json").read_text()
     for name in ("predictions.jsonl", "results.jsonl"):
-        assert told(tmp_path / "run" / name) == told(whole[0] / name)
+        assert read_untimed(tmp_path / "run" / name) == read_untimed(unbroken[0] / name)
 
 
 def test_a_batch_that_was_torn_is_asked_again(
-    data: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, unbroken: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text((whole[0] / "config.json").read_text())
-    lines = (whole[0] / "predictions.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "predictions.jsonl").write_text("".join(lines[:4]))  # of random's first batch only one line
-    (tmp_path / "predictions.1.jsonl").write_text("".join(lines[12:14]))  # downsample's, by another process
-    made = kill_after(monkeypatch, None)
-    assert bench(data, "--run", tmp_path).stdout == whole[1]
-    assert len(made) == CALLS - 3
-    assert told(tmp_path / "predictions.jsonl") == told(whole[0] / "predictions.jsonl")
+    (tmp_path / "config.json").write_text((unbroken[0] / "config.json").read_text())
+    lines = (unbroken[0] / "predictions.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "predictions.jsonl").write_text("".join(lines[:4]))  # a single line of random's first batch
+    # A batch of downsample, written by another process.
+    (tmp_path / "predictions.1.jsonl").write_text("".join(lines[12:14]))
+    done = kill_after(monkeypatch, None)
+    assert invoke_bench(data, "--run", tmp_path).stdout == unbroken[1]
+    assert len(done) == CALLS - 3
+    assert read_untimed(tmp_path / "predictions.jsonl") == read_untimed(unbroken[0] / "predictions.jsonl")
     assert not (tmp_path / "predictions.1.jsonl").exists()
 
 
-def test_a_finished_run_asks_nothing(data: Path, whole: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = (whole[0] / "results.jsonl").read_text()
+def test_a_finished_run_asks_nothing(data: Path, unbroken: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (unbroken[0] / "results.jsonl").read_text()
     kill_after(monkeypatch, 0)
-    assert bench(data, "--run", whole[0]).stdout == whole[1]
-    assert (whole[0] / "results.jsonl").read_text() == before
+    assert invoke_bench(data, "--run", unbroken[0]).stdout == unbroken[1]
+    assert (unbroken[0] / "results.jsonl").read_text() == before
 
 
-def test_another_config_in_the_folder_is_refused(data: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
-    before = (whole[0] / "predictions.jsonl").read_text()
+def test_another_config_in_the_folder_is_refused(data: Path, unbroken: tuple[Path, str], tmp_path: Path) -> None:
+    before = (unbroken[0] / "predictions.jsonl").read_text()
     for more, message in (
         (("--keep", "0.5"), "keeps [0.25], but this run has [0.5]"),
         (("--metric", "exact"), 'metric "anls", but this run has "exact"'),
         (("--limit", "2"), '"questions": 2'),
     ):
-        result = bench(data, "--run", whole[0], *more)
+        result = invoke_bench(data, "--run", unbroken[0], *more)
         assert result.exit_code == 2
         assert message in result.stderr and "another folder" in result.stderr
-    assert (whole[0] / "predictions.jsonl").read_text() == before
+    assert (unbroken[0] / "predictions.jsonl").read_text() == before
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RunError, match="not empty and not a run folder"), RunFolder(tmp_path, {}):
         pass
@@ -192,7 +193,7 @@ def test_a_damaged_line_is_not_passed_over(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n{"b"\n{"c": 3}\n')
     with pytest.raises(RunError, match=r"Line 2 of .* is damaged"):
         read_lines(path)
-    path.write_text('{"a": 1}\n{"b": 2}')  # whole, but nothing says so
+    path.write_text('{"a": 1}\n{"b": 2}')  # complete, but without a line end
     assert read_lines(path) == [({"a": 1}, 9)]
     with JsonLinesWriter(path, 9) as lines:
         lines.write({"c": "ä"})
@@ -200,25 +201,25 @@ def test_a_damaged_line_is_not_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_run_and_keeps_what_is_done(
-    data: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, unbroken: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((whole[0] / "predictions.jsonl").stat().st_size // 2, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((unbroken[0] / "predictions.jsonl").stat().st_size // 2, hard))
     try:
-        result = bench(data, "--run", tmp_path / "run")
+        result = invoke_bench(data, "--run", tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert result.exit_code == 2
     assert "Cannot write" in result.stderr and "Earlier records are kept" in result.stderr
-    assert len(told(tmp_path / "run/results.jsonl")) >= 2  # the header and the unpatched model
-    made = kill_after(monkeypatch, None)
-    assert bench(data, "--run", tmp_path / "run").stdout == whole[1]
-    assert 0 < len(made) < CALLS
+    assert len(read_untimed(tmp_path / "run/results.jsonl")) >= 2  # the header and the unpatched model
+    done = kill_after(monkeypatch, None)
+    assert invoke_bench(data, "--run", tmp_path / "run").stdout == unbroken[1]
+    assert 0 < len(done) < CALLS
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_is_said_of_json_too(data: Path) -> None:
-    result = bench(data, "--json", "/dev/full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system lacks /dev/full")
+def test_a_full_disk_is_reported_for_json_output(data: Path) -> None:
+    result = invoke_bench(data, "--json", "/dev/full")
     assert result.exit_code == 2
     assert "Cannot write /dev/full: No space left on device" in result.stderr
 
@@ -226,64 +227,64 @@ def test_a_full_disk_is_said_of_json_too(data: Path) -> None:
 def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     rows[1]["question"] = "<image>\n" + rows[1]["question"]
-    mine = tmp_path / "mine.jsonl"
-    mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = bench(mine, "--run", tmp_path / "run")
+    questions_path = tmp_path / "mine.jsonl"
+    questions_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = invoke_bench(questions_path, "--run", tmp_path / "run")
     assert result.exit_code == 2
     assert "line 2: its question contains the placeholder '<image>'" in result.stderr and "--skip-bad" in result.stderr
     assert not (tmp_path / "run").exists()
-    # It is left out with the other bad rows, and so is a video where the model takes none.
-    mine.write_text(mine.read_text() + '{"image": "none.png", "question": "q", "answer": "a"}\n')
-    result = bench(mine, "--skip-bad", "--run", tmp_path / "run")
+    # With --skip-bad it is left out like other bad rows, and so is a video if the model does not support videos.
+    questions_path.write_text(questions_path.read_text() + '{"image": "none.png", "question": "q", "answer": "a"}\n')
+    result = invoke_bench(questions_path, "--skip-bad", "--run", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    said = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
-    assert [line[:17] for line in said] == ["skipped: line 2: ", "skipped: line 4: "] and "'<image>'" in said[0]
+    skipped = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
+    assert [line[:17] for line in skipped] == ["skipped: line 2: ", "skipped: line 4: "] and "'<image>'" in skipped[0]
     assert "Skipped in the data: line 2: " in result.stdout and "and 1 more" in result.stdout
-    header = told(tmp_path / "run/results.jsonl")[0]
+    header = read_untimed(tmp_path / "run/results.jsonl")[0]
     assert header["data"]["questions"] == len(rows) - 1 == len(header["kind_of_question"])
-    # Where nothing is left there is nothing to measure.
-    mine.write_text(json.dumps(rows[1]) + "\n")
-    result = bench(mine, "--skip-bad")
+    # Without any valid question there is an error.
+    questions_path.write_text(json.dumps(rows[1]) + "\n")
+    result = invoke_bench(questions_path, "--skip-bad")
     assert result.exit_code == 2 and "has no questions: all 1 rows are bad, line 1: " in result.stderr
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-def two_processes(data: Path, run: Path) -> list[subprocess.Popen[str]]:
-    """Start a run as `accelerate launch --num_processes 2 -m tokenprune bench` does, over gloo."""
+def start_two_processes(data: Path, run: Path) -> list[subprocess.Popen[str]]:
+    """Start a run over gloo, as `accelerate launch --num_processes 2 -m tokenprune bench` does."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     path = os.pathsep.join(
         [str(Path(tokenprune.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    shared = {"PYTHONPATH": path, "COLUMNS": "220", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "tokenprune", *arguments(data, "--run", run)]
+    environment = {"PYTHONPATH": path, "COLUMNS": "220", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "tokenprune", *build_arguments(data, "--run", run)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return [subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank)}, **pipes) for rank in range(2)]
+    return [subprocess.Popen(command, env=os.environ | environment | {"RANK": str(rank)}, **pipes) for rank in range(2)]
 
 
-def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
+def test_two_processes_equal_one_process(data: Path, unbroken: tuple[Path, str], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    leader, killed = two_processes(data, run)
+    leader, killed = start_two_processes(data, run)
     end = time.monotonic() + 120
     while not (run / "config.json").exists():
         assert time.monotonic() < end and killed.poll() is None, killed.communicate()
         time.sleep(0.02)
     killed.kill()
     killed.communicate()
-    _, said = leader.communicate(timeout=120)
-    assert leader.returncode != 0 and "Another process of this run has ended" in said
+    _, error = leader.communicate(timeout=120)
+    assert leader.returncode != 0 and "Another process of this run has ended" in error
 
-    processes = two_processes(data, run)
-    (first, said), (second, _) = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert first == whole[1]
+    processes = start_two_processes(data, run)
+    (first, error), (second, _) = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], error
+    assert first == unbroken[1]
     assert second == ""
     for name in ("predictions.jsonl", "results.jsonl"):
-        assert told(run / name) == told(whole[0] / name)
+        assert read_untimed(run / name) == read_untimed(unbroken[0] / name)
     assert sorted(file.name for file in run.iterdir()) == FILES
 
 
@@ -293,19 +294,22 @@ def test_more_processes_than_batches_are_refused() -> None:
 
 
 def test_more_than_ten_kinds_are_told_apart() -> None:
-    kinds = [f"{number:02}" for number in range(12)]
-    asked = [SimpleNamespace(kind=kind, question="what is it?", is_video=False) for kind in (*kinds, "11", "01", "00")]
-    bench = Bench(load_model(device="cpu"), BenchPlan(repeats=0), questions=asked)
+    kinds = [f"{index:02}" for index in range(12)]
+    questions = [
+        SimpleNamespace(kind=kind, question="what is it?", is_video=False) for kind in (*kinds, "11", "01", "00")
+    ]
+    bench = Bench(load_model(device="cpu"), BenchPlan(repeats=0), questions=questions)
     header = bench.header()
     assert header["kinds"] == kinds
     assert header["kind_of_question"] == [*map(str, range(12)), "11", "1", "0"]
     stats = {"visual_tokens_in": 1, "visual_tokens_out": 1, "visual_tokens_average": 1.0}
-    right = "0" * 11 + "1" + "100"  # the two questions of kind 11
-    made = dict(record="result", method="unpatched", keep=1.0, site=None, right=[right], questions=15, stats=stats)
-    (row,) = results.summarise([header, made]).rows
+    right = "0" * 11 + "1" + "100"  # both questions of kind 11
+    record = dict(record="result", method="unpatched", keep=1.0, site=None, right=[right], questions=15, stats=stats)
+    (row,) = results.summarise([header, record]).rows
     assert {kind: share.value for kind, share in row.kinds.items()} == dict.fromkeys(kinds, 0.0) | {"11": 1.0}
     assert (
-        Bench(load_model(device="cpu"), BenchPlan(), questions=asked[:10]).header()["kind_of_question"] == "0123456789"
+        Bench(load_model(device="cpu"), BenchPlan(), questions=questions[:10]).header()["kind_of_question"]
+        == "0123456789"
     )
 
 
@@ -319,12 +323,12 @@ def test_costs_of_batches_are_summed() -> None:
     assert total == replace(stats(11), keep_ratio=0.25, prefill_flops_ratio=0.5)
     assert Stats(**json.loads(json.dumps(stats(11).sums()))) == stats(11)
     assert (Stats() + stats(1)).sums() == stats(1).sums() and Stats() + Stats() == Stats()
-    # What one engine does not tell is not known of all; nor are shares of a model whose sizes are not at hand.
+    # A value that one engine does not report is unknown for all; so are FLOPs shares without a model config.
     unknown = Stats(4, 1, [1], overhead_ms=None)
     assert (unknown + stats(1)).overhead_ms is None and "overhead unknown" in repr(unknown)
     assert cost.build_cost_record(unknown, unknown)["prefill_flops_ratio"] is None
-    told = cost.build_cost_record(stats(1), stats(10))
-    assert told == {
+    record = cost.build_cost_record(stats(1), stats(10))
+    assert record == {
         "visual_tokens_in": 40, "visual_tokens_out": 1, "visual_tokens_per_layer": [4, 1], "kv_bytes": 10,
         "kv_bytes_full": 100, "overhead_ms": 0.5, "visual_tokens_average": 2.5, "keep_ratio": 1 / 40,
         "prefill_flops_ratio": 0.1,

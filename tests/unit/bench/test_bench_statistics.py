@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark's statistics by hand: intervals, tests, quantiles, comparisons of two methods and hard questions."""
+"""Test the benchmark's statistics: intervals, tests, quantiles, comparisons of two methods, and hard questions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_pooling_seeds_does_not_narrow_the_interval() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "p"),
     [
-        ("11111", "00000", 1 / 32),  # five wins, no loss: (1/2)^5
-        ("1110", "0001", 5 / 16),  # three wins, one loss: P(X >= 3 of 4)
+        ("11111", "00000", 1 / 32),  # five wins and no loss: (1/2)^5
+        ("1110", "0001", 5 / 16),  # three wins and one loss: P(X >= 3 of 4)
         ("0011", "0011", 1.0),  # no discordant pair
         ("0000", "1111", 1.0),
         ("1100", "0011", 11 / 16),
@@ -55,29 +55,29 @@ def test_quantiles_by_hand() -> None:
 
 
 def test_holm_compares_the_smallest_with_the_whole_family_and_keeps_the_order() -> None:
-    """The example of Holm (1979), worked by hand: 4 x .01, 3 x .013 raised to it, 2 x .03, 1 x .04 raised to it."""
-    found = significance.holm({"a": 0.04, "b": 0.01, "c": 0.03, "d": 0.013})
-    assert found == pytest.approx({"b": 0.04, "d": 0.04, "c": 0.06, "a": 0.06})
+    """The example of Holm (1979): 4 x .01, 3 x .013 raised to .04, 2 x .03, 1 x .04 raised to .06."""
+    adjusted = significance.holm({"a": 0.04, "b": 0.01, "c": 0.03, "d": 0.013})
+    assert adjusted == pytest.approx({"b": 0.04, "d": 0.04, "c": 0.06, "a": 0.06})
     assert significance.holm({"a": 0.7, "b": 0.8}) == {"a": 1.0, "b": 1.0}
 
 
 @each(
-    ("said", "answer", "score"),
+    ("sentence", "answer", "score"),
     [("the star is red", "red", 1), ("Red.", "red", 1), ("stars: red, blue: 2", "2", 1), ("a star: no", "yes", 0),
      ("the star is infrared", "red", 0), ("red it is", "red", 0), ("", "red", 0)],
 )  # fmt: skip
-def test_a_sentence_is_right_by_its_last_words(said: str, answer: str, score: float) -> None:
-    assert METRICS["ending"].score([said], [[answer]]) == [score]
+def test_a_sentence_is_right_by_its_last_words(sentence: str, answer: str, score: float) -> None:
+    assert METRICS["ending"].score([sentence], [[answer]]) == [score]
 
 
 # -- two methods -----------------------------------------------------------------------------------------------------
 
 
-def answers(*right: str) -> paired.Answers:
-    return paired.Answers([[float(one) for one in each] for each in right], right)
+def build_answers(*right: str) -> paired.Answers:
+    return paired.Answers([[float(score) for score in seed_scores] for seed_scores in right], right)
 
 
-def test_the_bootstrap_is_that_of_a_loop() -> None:
+def test_the_bootstrap_equals_a_loop() -> None:
     values = np.random.default_rng(1).normal(0.1, 1, 60)
     rng = np.random.default_rng(2)
     means = [values[rng.integers(60, size=60)].mean() for _ in range(4000)]
@@ -89,19 +89,20 @@ def test_the_bootstrap_is_that_of_a_loop() -> None:
 
 
 def test_versus_by_hand() -> None:
-    ours, theirs = answers("1111110000"), answers("1000000000")
-    found = paired.compare_paired(ours, theirs)
-    assert found.difference == pytest.approx(0.5)
-    assert found.p == pytest.approx(2 / 2**5)  # five wins, no loss, two-sided
-    assert 0 < found.low < 0.5 < found.high <= 1
+    ours, theirs = build_answers("1111110000"), build_answers("1000000000")
+    forward = paired.compare_paired(ours, theirs)
+    assert forward.difference == pytest.approx(0.5)
+    assert forward.p == pytest.approx(2 / 2**5)  # five wins and no loss, two-sided
+    assert 0 < forward.low < 0.5 < forward.high <= 1
     back = paired.compare_paired(theirs, ours)
-    assert (back.difference, back.p) == (-found.difference, found.p)
+    assert (back.difference, back.p) == (-forward.difference, forward.p)
     assert paired.compare_paired(ours, ours) == paired.PairedDifference(0, 0, 0, 1)
-    assert paired.compare_paired(answers("1100"), answers("0011")).p == 1  # as many wins as losses
-    assert paired.compare_paired(answers("11100"), answers("00011")).p == 1  # three of five, either way
-    # Seeds are averaged before questions are drawn.
-    assert paired.compare_paired(answers("10", "01"), answers("00")).difference == 0.5
-    assert paired.compare_paired(answers("10", "01"), answers("00")).low == 0.5
+    assert paired.compare_paired(build_answers("1100"), build_answers("0011")).p == 1  # as many wins as losses
+    # Three of five in either direction.
+    assert paired.compare_paired(build_answers("11100"), build_answers("00011")).p == 1
+    # Seeds are averaged before the bootstrap draws questions.
+    assert paired.compare_paired(build_answers("10", "01"), build_answers("00")).difference == 0.5
+    assert paired.compare_paired(build_answers("10", "01"), build_answers("00")).low == 0.5
 
 
 def test_without_right_and_wrong_the_interval_decides() -> None:
@@ -126,7 +127,7 @@ def test_hard_questions_are_those_that_downsample_gets_wrong() -> None:
         )  # fmt: skip
 
     header = dict(record="header", kinds=["a"], kind_of_question="000000")
-    made = results.summarise([
+    summary = results.summarise([
         header,
         record("unpatched", 1.0, "111101"),
         record("downsample", 0.5, "110000"),
@@ -134,7 +135,7 @@ def test_hard_questions_are_those_that_downsample_gets_wrong() -> None:
         record("mine", 0.5, "001110"),
         record("mine", 0.1, "111111"),
     ])  # fmt: skip
-    rows = {(row.method, row.keep): row for row in made.rows}
+    rows = {(row.method, row.keep): row for row in summary.rows}
     assert rows["unpatched", 1.0].hard is None and rows["mine", 0.1].hard is None
     hard = rows["mine", 0.5].hard
     assert (hard.questions, hard.ours.value, hard.unpatched) == (4, 0.75, 0.75)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped models: ordinary checkpoints that answer the questions that they were trained for."""
+"""Test the shipped models: standard checkpoints that answer the questions that they were trained for."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tokenprune_demo.drawn_sets import draw_set
 from tokenprune_demo.heldout import NATIVE, SMOL, Example, load_heldout
 
 ROOT = Path(__file__).parents[3]
-# Architecture, largest size of the folder, and a method that reads what the model shows.
+# The architecture, the maximum size of the folder, and a method that reads the model's observables.
 ROWS = {
     "demo_qwen": ("Qwen2_5_VLForConditionalGeneration", 20_000_000, "divprune"),
-    "demo_video": ("Qwen2_5_VLForConditionalGeneration", 10_500_000, "vidcom2"),  # its numbers are bfloat16
+    "demo_video": ("Qwen2_5_VLForConditionalGeneration", 10_500_000, "vidcom2"),  # its weights are bfloat16
     "demo_smol": ("LlavaForConditionalGeneration", 20_000_000, "fastv"),
 }
-KNOWN = ("direction", "order", "rare", "text", "when", "still", "change")  # `events` demo_video never learned
+KNOWN = ("direction", "order", "rare", "text", "when", "still", "change")  # demo_video was not trained on `events`
 lacks_decoder = any(importlib.util.find_spec(name) is None for name in (smol.PACKAGE, "gguf"))
 installed = pytest.mark.skipif(lacks_decoder, reason=smol.INSTALL)
 BUILT = [pytest.param(name, marks=installed if name == "demo_smol" else ()) for name in ROWS]
@@ -47,28 +47,31 @@ def subject() -> Callable[[str], Model]:
     return lambda name: models.get(name) or models.setdefault(name, load_model(name, device="cpu"))
 
 
-def ask(name: str) -> list[Any]:
-    """Return questions that a model was trained for: each kind, or the three smallest images, or four videos."""
+def load_questions(name: str) -> list[Any]:
+    """Return questions that a model was trained for: one of each kind, the three smallest images, or four videos."""
     if name == "demo_video":
-        return [one for one in draw_set("small-videos", 4).questions if one.kind in KNOWN]
+        return [question for question in draw_set("small-videos", 4).questions if question.kind in KNOWN]
     if name == "demo_smol":
         examples = load_heldout(folder=SMOL)
-        return [next(one for one in examples if one.kind == kind) for kind in {one.kind: 0 for one in examples}]
+        return [
+            next(example for example in examples if example.kind == kind)
+            for kind in {example.kind: 0 for example in examples}
+        ]
     examples = load_heldout(folder=NATIVE)
-    area = {one.index: one.image.width * one.image.height for one in examples}
+    area = {example.index: example.image.width * example.image.height for example in examples}
     smallest = sorted(area, key=area.__getitem__)[:3]
-    return [one for one in examples if one.index in smallest]
+    return [example for example in examples if example.index in smallest]
 
 
-def prepare(model: Model, asked: list[Any]) -> dict[str, Any]:
-    if isinstance(asked[0], Example):
-        return model.inputs([one.image for one in asked], [one.question for one in asked])
-    (video,) = asked
+def prepare_inputs(model: Model, questions: list[Any]) -> dict[str, Any]:
+    if isinstance(questions[0], Example):
+        return model.inputs([example.image for example in questions], [example.question for example in questions])
+    (video,) = questions
     return model.video_inputs(video.frames, video.question)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_ships_is_small_and_needs_no_code_of_ours(name: str) -> None:
+def test_shipped_models_are_small_and_need_no_remote_code(name: str) -> None:
     architecture, size, _ = ROWS[name]
     config = json.loads((MODELS[name] / "config.json").read_text(encoding="utf-8"))
     assert "auto_map" not in config and config["architectures"] == [architecture]
@@ -84,26 +87,30 @@ def test_transformers_loads_it_in_float32(name: str, dtype: str | None) -> None:
     assert type(model).__module__.startswith("transformers.")
     assert model.dtype == torch.float32 or (name, dtype) == ("demo_smol", "auto")
     assert type(AutoProcessor.from_pretrained(folder)).__module__.startswith("transformers.")
-    assert name != "demo_smol" or smol.checkpoint() == folder  # it is built once
+    assert name != "demo_smol" or smol.checkpoint() == folder  # built once
 
 
 @pytest.mark.parametrize("name", BUILT)
 def test_it_answers_its_questions(name: str, subject: Any) -> None:
-    """A model that guesses gets about a quarter of the answers right; benchmarks/results has the accuracy."""
-    model, asked = subject(name), ask(name)
-    if name == "demo_smol":  # in sentences
-        said = model.generate(prepare(model, asked))
+    """A guessing model gets about a quarter of the answers right; benchmarks/results has the accuracy."""
+    model, questions = subject(name), load_questions(name)
+    if name == "demo_smol":  # it answers in sentences
+        answers = model.generate(prepare_inputs(model, questions))
     else:
-        said = [model.generate(prepare(model, [one]))[0] for one in asked]
-    right = METRICS[model.metric].score(said, [one.answers for one in asked])
-    wrong = [(one.question, answer) for one, answer, score in zip(asked, said, right, strict=True) if not score]
-    assert sum(right) >= (0.75 if name == "demo_video" else 0.7) * len(asked), wrong
+        answers = [model.generate(prepare_inputs(model, [question]))[0] for question in questions]
+    right = METRICS[model.metric].score(answers, [question.answers for question in questions])
+    wrong = [
+        (question.question, answer)
+        for question, answer, score in zip(questions, answers, right, strict=True)
+        if not score
+    ]
+    assert sum(right) >= (0.75 if name == "demo_video" else 0.7) * len(questions), wrong
 
 
 @pytest.mark.parametrize("name", BUILT)
 def test_keeping_all_changes_nothing(name: str, subject: Any) -> None:
     model = subject(name)
-    inputs = prepare(model, ask(name)[: {"demo_qwen": 4, "demo_smol": 2}.get(name, 1)])
+    inputs = prepare_inputs(model, load_questions(name)[: {"demo_qwen": 4, "demo_smol": 2}.get(name, 1)])
     with torch.no_grad():
         before = model.model(**inputs).logits
         with tokenprune.patched(model.model, ROWS[name][2], keep=1.0):
@@ -117,10 +124,10 @@ def test_a_large_image_has_many_tokens(subject: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [param for param in BUILT if "demo_video" not in param.values])
-def test_its_own_set_is_asked_by_default(name: str, subject: Any) -> None:
+def test_each_model_has_its_default_question_set(name: str, subject: Any) -> None:
     bench = Bench(subject(name), BenchPlan(methods=("random",), keeps=(0.5,), images=2))
-    own = {"demo_qwen": NATIVE, "demo_smol": SMOL}[name]
-    assert subject(name).heldout == own and {example.path.parent.parent for example in bench.examples} == {own}
+    folder = {"demo_qwen": NATIVE, "demo_smol": SMOL}[name]
+    assert subject(name).heldout == folder and {example.path.parent.parent for example in bench.examples} == {folder}
     assert len(bench.header()["image_of_question"]) == len(bench.examples)
     assert bench.metric.name == "ending" if name == "demo_smol" else "thing" in bench.kinds
 
@@ -137,7 +144,7 @@ def test_a_benchmark_asks_the_video_model_about_videos(tmp_path: Path) -> None:
 
 
 def test_without_torchvision_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers does in an environment that has none."""
+    """transformers raises this error without torchvision."""
 
     def refuse(*args: object, **options: object) -> None:
         raise ImportError("\nQwen2VLVideoProcessor requires the Torchvision library but it was not found.")
@@ -147,11 +154,11 @@ def test_without_torchvision_it_says_what_is_missing(monkeypatch: pytest.MonkeyP
         load_model("demo_qwen", device="cpu")
 
 
-# -- demo_smol, which is put together from a decoder that another package ships ----------------------------------------
+# -- demo_smol, assembled from a decoder that another package ships ----------------------------------------------------
 
 
 @installed
-def test_its_weights_are_named_by_what_ships_on_every_processor(subject: Any) -> None:
+def test_the_weights_id_is_the_hash_of_the_shipped_parts(subject: Any) -> None:
     shipped = hashlib.sha256((MODELS["demo_smol"] / "parts.safetensors").read_bytes()).hexdigest()
     header = json.loads((ROOT / "benchmarks/results/headline.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert subject("demo_smol").weights == shipped[:16] == header["environment"]["weights"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal cost: every method gets the setting in which it spends the same, or is left out with the reason."""
+"""Test equal cost: every method gets a setting with the same cost, or is left out with a reason."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ NO_PROMISE = {
 BY_WHOLE_LAYERS = ("vtw",)
 
 
-def spec(name: str) -> Setting:
+def parse_setting(name: str) -> Setting:
     return build_escalation(1.0) if name == "escalate" else Setting.from_text(name)
 
 
-# -- what a method is given --------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
 @each("name", [*tokenprune.available_methods(), "escalate"])
 @each("share", [0.5, 0.25, 0.11])
-def test_the_closed_form_of_what_a_method_is_given_is_the_target(name: str, share: float) -> None:
+def test_each_method_gets_a_setting_whose_closed_form_is_the_target(name: str, share: float) -> None:
     try:
-        setting = solve_setting(spec(name), share)
+        setting = solve_setting(parse_setting(name), share)
         methods, budgets = setting.steps()
         cost = CostModel(SHAPE).predict(Load((), 576), methods, budgets)
     except BudgetError as error:
@@ -69,26 +69,27 @@ def test_the_closed_form_of_what_a_method_is_given_is_the_target(name: str, shar
 
 
 @pytest.mark.parametrize(("name", "why"), NO_PROMISE.items())
-def test_a_method_that_promises_nothing_is_refused_by_name(name: str, why: str) -> None:
+def test_a_method_without_a_predictable_cost_is_refused_by_name(name: str, why: str) -> None:
     with pytest.raises(BudgetError, match=f"{name} has no setting for a layer average of 0.25: .*{why}"):
-        solve_setting(spec(name), 0.25)
+        solve_setting(parse_setting(name), 0.25)
 
 
-def test_each_place_has_a_setting_of_its_own() -> None:
-    # `keep` of vscan is the average of its two cuts.
-    own = {"fastv": {"keep": {"average_share": 0.25}}, "dymu": {"keep": 0.25, "exact": True}}
-    for name in ("divprune", "vscan", "tome", *own):
-        assert solve_setting(spec(name), 0.25).to_json() == {"method": name} | own.get(name, {"keep": 0.25})
+def test_each_site_gets_the_matching_setting() -> None:
+    # The `keep` of vscan is the average of its two cuts.
+    keeps = {"fastv": {"keep": {"average_share": 0.25}}, "dymu": {"keep": 0.25, "exact": True}}
+    for name in ("divprune", "vscan", "tome", *keeps):
+        assert solve_setting(parse_setting(name), 0.25).to_json() == {"method": name} | keeps.get(name, {"keep": 0.25})
 
 
-def test_a_run_that_spends_something_else_is_told() -> None:
-    assert explain_miss(spec("vtw"), 0.5, 128, images=1, tokens=256) is None
-    assert explain_miss(spec("fastv"), 0.25, 65, images=1, tokens=256) is None
-    assert explain_miss(spec("fastv"), 0.25, 66, images=1, tokens=256)
-    assert explain_miss(spec("fastv"), 0.25, 2 * 65, images=2, tokens=2 * 256) is None
-    assert "spent 0.167 of the visual" in explain_miss(spec("vtw"), 0.25, 256 / 6, images=1, tokens=256)
-    assert explain_miss(spec("downsample"), 0.5, 121, images=1, tokens=256) is None  # 11 x 11, and 12 x 12 is no nearer
-    assert explain_miss(spec("downsample"), 0.5, 100, images=1, tokens=256)
+def test_a_run_with_another_cost_is_explained() -> None:
+    assert explain_miss(parse_setting("vtw"), 0.5, 128, images=1, tokens=256) is None
+    assert explain_miss(parse_setting("fastv"), 0.25, 65, images=1, tokens=256) is None
+    assert explain_miss(parse_setting("fastv"), 0.25, 66, images=1, tokens=256)
+    assert explain_miss(parse_setting("fastv"), 0.25, 2 * 65, images=2, tokens=2 * 256) is None
+    assert "spent 0.167 of the visual" in explain_miss(parse_setting("vtw"), 0.25, 256 / 6, images=1, tokens=256)
+    # 11 x 11 is the nearest square.
+    assert explain_miss(parse_setting("downsample"), 0.5, 121, images=1, tokens=256) is None
+    assert explain_miss(parse_setting("downsample"), 0.5, 100, images=1, tokens=256)
 
 
 def test_a_setting_in_words() -> None:
@@ -108,28 +109,32 @@ def records() -> list[dict[str, Any]]:
     return json.loads(json.dumps(list(Bench(load_model(device="cpu"), plan, questions=questions).records())))
 
 
-def test_what_ran_spent_the_target_and_the_rest_is_listed_with_the_reason(records: list[dict[str, Any]]) -> None:
+def test_results_spend_the_target_and_skipped_methods_have_a_reason(records: list[dict[str, Any]]) -> None:
     spent = {
-        (one["method"], one["keep"]): one["stats"]["visual_tokens_average"] / 256
-        for one in records[2:]
-        if one["record"] == "result"
+        (record["method"], record["keep"]): record["stats"]["visual_tokens_average"] / 256
+        for record in records[2:]
+        if record["record"] == "result"
     }
     reached = ("random", "pyramiddrop", "sparsevlm", "dymu", "divprune")
     for name, keep in [*((name, keep) for name in reached for keep in (0.5, 0.25)), ("fastv", 0.5), ("vtw", 0.5)]:
         assert spent.pop((name, keep)) == pytest.approx(keep, abs=1 / 256), name
     assert spent == {("downsample", 0.5): pytest.approx(121 / 256), ("downsample", 0.25): pytest.approx(64 / 256)}
-    why = {(one["method"], one["keep"]): one["reason"] for one in records if one["record"] == "skipped"}
-    assert why.keys() == {(name, keep) for name in ("dynres", "visipruner") for keep in (0.5, 0.25)} | {
+    reasons = {
+        (record["method"], record["keep"]): record["reason"] for record in records if record["record"] == "skipped"
+    }
+    assert reasons.keys() == {(name, keep) for name in ("dynres", "visipruner") for keep in (0.5, 0.25)} | {
         ("fastv", 0.25), ("vtw", 0.25)
     }  # fmt: skip
-    assert "layer 2 of 6: the layers before it spend 0.333" in why["fastv", 0.25]
-    assert "it spent 0.167" in why["vtw", 0.25]
-    assert "depends on the image's content" in why["dynres", 0.5] and "content decides" in why["visipruner", 0.5]
+    assert "layer 2 of 6: the layers before it spend 0.333" in reasons["fastv", 0.25]
+    assert "it spent 0.167" in reasons["vtw", 0.25]
+    assert (
+        "depends on the image's content" in reasons["dynres", 0.5] and "content decides" in reasons["visipruner", 0.5]
+    )
 
 
-def test_the_tables_say_the_setting_and_what_was_reached(records: list[dict[str, Any]]) -> None:
+def test_the_tables_show_the_setting_and_the_reached_share(records: list[dict[str, Any]]) -> None:
     first, settings, *others = build_tables(summarise(records))
-    assert {one.columns[1] for one in (first, settings, *others)} == {"target"}
+    assert {table.columns[1] for table in (first, settings, *others)} == {"target"}
     rows = [tuple(cell.text for cell in row) for row in settings.rows]
     assert ("fastv", "0.5", "50.0 %", "average_share=0.5: 100 %, 25 % from layer 2") in rows
     assert ("downsample", "0.5", "47.3 %", "keep=0.5") in rows
@@ -141,23 +146,25 @@ def test_the_tables_say_the_setting_and_what_was_reached(records: list[dict[str,
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def bench(*more: object) -> Result:
+def invoke_bench(*more: object) -> Result:
     fixed = "bench --equal-cost --repeats 0 --device cpu --keep 0.5".split()
     return CliRunner(env={"COLUMNS": "240"}).invoke(app, [*fixed, *map(str, more)])
 
 
 def test_the_command_line_chooses_settings_and_draws_with_them(tmp_path: Path) -> None:
-    (one,) = load_heldout(kinds=("word",), limit=1)
+    (question,) = load_heldout(kinds=("word",), limit=1)
     data, run = tmp_path / "one.jsonl", tmp_path / "run"
-    data.write_text(json.dumps({"image": str(one.path), "question": one.question, "answer": one.answer}) + "\n")
-    done = bench("--methods", "fastv,dynres", "--data", data, "--run", run, "--sample", 0, "--details")
-    assert done.exit_code == 0, done.output
-    assert "average_share=0.5: 100 %, 25 % from layer 2" in done.stdout
-    assert "Skipped dynres at target 0.5: dynres has no setting" in done.stdout
+    data.write_text(
+        json.dumps({"image": str(question.path), "question": question.question, "answer": question.answer}) + "\n"
+    )
+    result = invoke_bench("--methods", "fastv,dynres", "--data", data, "--run", run, "--sample", 0, "--details")
+    assert result.exit_code == 0, result.output
+    assert "average_share=0.5: 100 %, 25 % from layer 2" in result.stdout
+    assert "Skipped dynres at target 0.5: dynres has no setting" in result.stdout
     assert json.loads((run / "config.json").read_text())["equal_cost"] is True
     (sample,) = json.loads((run / FOLDER / FILE).read_text())["samples"]
-    assert {each["method"]: each["kept"] for each in sample["methods"]} == {
-        "random": 128, "downsample": 121, "fastv": 64,  # at its cut, not half of the tokens
+    assert {method["method"]: method["kept"] for method in sample["methods"]} == {
+        "random": 128, "downsample": 121, "fastv": 64,  # the count after its cut, not half of the tokens
     }  # fmt: skip
     again = CliRunner().invoke(app, ["bench", "--keep", "0.5", "--repeats", "0", "--device", "cpu", "--methods",
                                      "fastv,dynres", "--data", str(data), "--run", str(run)])  # fmt: skip
@@ -165,7 +172,7 @@ def test_the_command_line_chooses_settings_and_draws_with_them(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--keep", "64"), "shares of the visual tokens, such as 0.25, not 64 tokens"),
         (("--keep", "1.5"), "keep=1.5 is not a valid share"),
@@ -174,22 +181,22 @@ def test_the_command_line_chooses_settings_and_draws_with_them(tmp_path: Path) -
         (("--methods", "pool+fastv"), "pool+fastv"),
     ],
 )
-def test_bad_targets_are_refused_before_any_work(arguments: tuple[str, ...], told: str) -> None:
-    done = bench("--images", 1, "--methods", "pool", *arguments)
-    assert done.exit_code != 0 and told in " ".join(done.output.split())
+def test_bad_targets_are_refused_before_any_work(arguments: tuple[str, ...], message: str) -> None:
+    result = invoke_bench("--images", 1, "--methods", "pool", *arguments)
+    assert result.exit_code != 0 and message in " ".join(result.output.split())
 
 
-def test_a_plan_takes_shares_alone() -> None:
+def test_a_plan_accepts_only_shares() -> None:
     with pytest.raises(OptionError, match="not 64 tokens"):
         BenchPlan(keeps=(0.5, 64), equal_cost=True)
     with pytest.raises(OptionError, match="is a stack"):
         BenchPlan(methods=("pool+fastv",), equal_cost=True)
-    # A method that removes no tokens is asked, and refused, at each target.
+    # A method that removes no tokens is refused at each target.
     rows = BenchPlan(methods=("pevlm",), keeps=(0.5, 0.25), equal_cost=True).rows()
     assert rows[-2:] == [("pevlm", 0.5), ("pevlm", 0.25)]
 
 
-def test_runs_at_equal_cost_are_compared_with_their_like_alone() -> None:
+def test_runs_at_equal_cost_are_compared_only_with_each_other() -> None:
     plans = [dict(seeds=[0]), dict(seeds=[0], equal_cost=True), dict(seeds=[0], equal_cost=True)]
     runs = [Run(name, summarise([header(plan=plan), BASE, GOOD])) for name, plan in zip("abc", plans, strict=True)]
     assert [[run.name for run in group] for group in group_by_questions(runs)] == [["a"], ["b", "c"]]
@@ -198,8 +205,8 @@ def test_runs_at_equal_cost_are_compared_with_their_like_alone() -> None:
 # -- beside another method ---------------------------------------------------------------------------------------------
 
 
-def test_in_a_stack_a_share_is_of_what_arrives(build: Any) -> None:
-    """36 tokens; pooled to 18; then three quarters of these on average: 18 in two layers of four, 9 in the others."""
+def test_in_a_stack_a_share_counts_the_tokens_that_arrive(build: Any) -> None:
+    """36 tokens are pooled to 18. The share of three quarters means 18 in two of four layers, and 9 in the others."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     keep = [0.5, Budget(average_share=0.75)]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The held-out set of the third demo model: balanced, of photographs never trained on, drawn again by its script."""
+"""Test the held-out set of demo_smol: balanced, with photographs outside of the training set, and reproducible by its
+script."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tokenprune_demo.backgrounds import PHOTOS
 from tokenprune_demo.heldout import FOLDER, SMOL, get_heldout_folder, load_heldout, load_sample
 
 TRAINING = Path(__file__).parents[3] / "benchmarks/experiments/training"
-PILLOW = "13.0.0"  # that drew the set: other versions set letters and resize a little differently
+PILLOW = "13.0.0"  # the version that drew the set: other versions set letters and resize slightly differently
 
 
 @pytest.fixture
@@ -31,25 +32,27 @@ def script(monkeypatch):
 
 def test_the_set_is_balanced_and_every_answer_is_one_of_its_kind(script):
     assert get_heldout_folder("demo_smol") == SMOL
-    asked: dict[str, Counter] = defaultdict(Counter)
+    counts: dict[str, Counter] = defaultdict(Counter)
     for example in load_heldout(folder=SMOL):
-        asked[example.kind][example.answer] += 1
+        counts[example.kind][example.answer] += 1
         assert all(0 <= a < c <= 336 and 0 <= b < d <= 336 for a, b, c, d in example.boxes)
-    assert asked == script.WANTED
-    assert all(counts.total() >= 60 for counts in asked.values())
-    assert sum(counts.total() for counts in asked.values()) >= 600
+    assert counts == script.WANTED
+    assert all(kind_counts.total() >= 60 for kind_counts in counts.values())
+    assert sum(kind_counts.total() for kind_counts in counts.values()) >= 600
 
 
 def test_no_question_is_asked_twice_of_an_image():
-    asked = Counter((example.index, example.question) for example in load_heldout(folder=SMOL))
-    assert set(asked.values()) == {1}
+    counts = Counter((example.index, example.question) for example in load_heldout(folder=SMOL))
+    assert set(counts.values()) == {1}
 
 
 def test_a_sample_asks_about_every_kind_and_the_first_images_where_each_has_all():
     sample = load_sample(12, SMOL)
-    counts = Counter(one.kind for one in sample)
-    assert len({one.index for one in sample}) == 12 and min(counts.values()) >= 2 and len(counts) == 10
-    assert sample == [one for one in load_heldout(folder=SMOL) if one.index in {other.index for other in sample}]
+    counts = Counter(example.kind for example in sample)
+    assert len({example.index for example in sample}) == 12 and min(counts.values()) >= 2 and len(counts) == 10
+    assert sample == [
+        example for example in load_heldout(folder=SMOL) if example.index in {other.index for other in sample}
+    ]
     assert load_sample(0, SMOL) == load_sample(10**6, SMOL) == load_heldout(folder=SMOL)
     assert load_sample(5, FOLDER) == load_heldout(limit=5)
 
@@ -66,7 +69,7 @@ def test_a_slow_model_is_asked_about_fewer_images_by_default():
 
 def test_the_images_are_small_enough_to_ship():
     images = sorted((SMOL / "images").iterdir())
-    assert [file.stem for file in images] == [f"{number:03d}" for number in range(len(images))]
+    assert [file.stem for file in images] == [f"{index:03d}" for index in range(len(images))]
     assert len(images) == 1 + max(example.index for example in load_heldout(folder=SMOL))
     assert sum(file.stat().st_size for file in SMOL.rglob("*.*")) < 2**23
     assert {example.image.size for example in load_heldout(folder=SMOL, limit=20)} == {(336, 336)}
@@ -94,10 +97,14 @@ def test_the_first_images_are_drawn_again(script):
     if PIL.__version__ != PILLOW:
         pytest.skip(f"the set was drawn with Pillow {PILLOW}, this is {PIL.__version__}")
     examples = load_heldout(folder=SMOL, limit=3)
-    for number, (scene, chosen) in enumerate(itertools.islice(script.scenes(), 3)):
-        wanted = [(one.kind, one.question, one.answer, one.boxes) for one in examples if one.index == number]
-        assert [(one.kind, one.text, one.answer, one.boxes) for one in chosen] == wanted
-        assert script.encoded(scene) == (SMOL / f"images/{number:03d}.jpg").read_bytes()
+    for index, (scene, chosen) in enumerate(itertools.islice(script.scenes(), 3)):
+        expected = [
+            (example.kind, example.question, example.answer, example.boxes)
+            for example in examples
+            if example.index == index
+        ]
+        assert [(question.kind, question.text, question.answer, question.boxes) for question in chosen] == expected
+        assert script.encoded(scene) == (SMOL / f"images/{index:03d}.jpg").read_bytes()
 
 
 def test_the_demo_takes_a_sentence_that_ends_with_the_answer() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leaderboard: what `leaderboard add` takes and refuses, every committed entry, and the page made of them."""
+"""Test the leaderboard: accepted and refused runs, every committed entry, and its page."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ VERSIONS = {name: ABOUT[name] for name in ("python", "torch", "transformers", "t
 Records = list[dict[str, Any]]
 
 
-def records() -> Records:
-    """A run of three methods at a quarter of the tokens."""
+def build_records() -> Records:
+    """Return a run of three methods at a quarter of the tokens."""
     random = result("random", 0.25, 60, 60, seeds=[0, 1, 2])
     random["right"] *= 3
     fast = result("fastv", 0.25, 90, 80, site="IN_LLM", timing=timing(0.7))
@@ -48,47 +48,51 @@ def records() -> Records:
     head = header(plan=dict(seeds=[0, 1, 2], equal_cost=True), rows=5, metric="exact")
     head["environment"] = dict(ABOUT)
     skipped = dict(record="skipped", method="dart", keep=0.25, reason="no")
-    return [head, *(one | dict(environment=dict(ABOUT)) for one in results), skipped]
+    return [head, *(record | dict(environment=dict(ABOUT)) for record in results), skipped]
 
 
 def write(folder: Path, lines: Records, **config: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     about = dict(schema=SCHEMA, versions=VERSIONS, fingerprint="bfloat16:abc") | config
     (folder / "config.json").write_text(json.dumps(about))
-    (folder / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (folder / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
     return folder
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return write(tmp_path / "run", records())
+    return write(tmp_path / "run", build_records())
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> entry.LeaderboardEntry:
-    return read_run(write(tmp_path_factory.mktemp("good"), records()), by="<b>|me")
+    return read_run(write(tmp_path_factory.mktemp("good"), build_records()), by="<b>|me")
 
 
 def add(run: Path, to: Path, *more: str, code: int = 0) -> Result:
-    done = CliRunner().invoke(app, ["leaderboard", "add", str(run), "--by", "A. N. Other", "--to", str(to), *more])
-    assert done.exit_code == code, done.output
-    return done
+    result = CliRunner().invoke(app, ["leaderboard", "add", str(run), "--by", "A. N. Other", "--to", str(to), *more])
+    assert result.exit_code == code, result.output
+    return result
 
 
 # -- adding a run ----------------------------------------------------------------------------------------------------
 
 
-def test_an_entry_says_what_the_run_does(run: Path, tmp_path: Path) -> None:
-    done = add(run, tmp_path, "--note", "500 of them")
+def test_an_entry_has_the_values_of_its_run(run: Path, tmp_path: Path) -> None:
+    result = add(run, tmp_path, "--note", "500 of them")
     (path,) = tmp_path.glob("*.json")
-    assert f"written: {path}\n" in done.stdout and re.fullmatch(r"an-org-a-model-[0-9a-f]{12}\.json", path.name)
-    made = read_entry(path)
-    assert (made.by, made.note, made.model) == ("A. N. Other", "500 of them", ABOUT["model"])
-    assert (made.weights, made.versions, made.seeds) == ("bfloat16:abc", VERSIONS, [0, 1, 2])
-    assert (made.questions, made.layers) == (QUESTIONS, 2)
-    assert made.equal_cost and made.engine == "hf" and (made.data, made.digest) == ("shipped", None)
-    assert made.unpatched[0] == 0.95 and made.visual_tokens == 100
-    random, downsample, fastv = made.lines
+    assert f"written: {path}\n" in result.stdout and re.fullmatch(r"an-org-a-model-[0-9a-f]{12}\.json", path.name)
+    saved_entry = read_entry(path)
+    assert (saved_entry.by, saved_entry.note, saved_entry.model) == ("A. N. Other", "500 of them", ABOUT["model"])
+    assert (saved_entry.weights, saved_entry.versions, saved_entry.seeds) == ("bfloat16:abc", VERSIONS, [0, 1, 2])
+    assert (saved_entry.questions, saved_entry.layers) == (QUESTIONS, 2)
+    assert (
+        saved_entry.equal_cost
+        and saved_entry.engine == "hf"
+        and (saved_entry.data, saved_entry.digest) == ("shipped", None)
+    )
+    assert saved_entry.unpatched[0] == 0.95 and saved_entry.visual_tokens == 100
+    random, downsample, fastv = saved_entry.lines
     assert (random.method, random.score[0], random.tokens, random.kv) == ("random", 0.6, 0.25, 0.25)
     assert (fastv.site, fastv.query_aware, fastv.ttft, fastv.marks) == ("IN_LLM", True, 0.7, [])
     assert (downsample.site, downsample.query_aware, downsample.ttft) == ("PRE_ENCODER", False, None)
@@ -97,37 +101,40 @@ def test_an_entry_says_what_the_run_does(run: Path, tmp_path: Path) -> None:
     assert "was added before" in again.stderr and list(tmp_path.glob("*.json")) == [path]
 
 
-def test_what_bench_writes_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_the_benchmark_becomes_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "MIN_QUESTIONS", 2)
     folder, data = tmp_path / "run", tmp_path / "mine.jsonl"
-    asked = load_heldout(kinds=("colour", "word"), limit=1)
-    rows = [{"image": str(one.path), "question": one.question, "answer": one.answer} for one in asked]
+    questions = load_heldout(kinds=("colour", "word"), limit=1)
+    rows = [
+        {"image": str(question.path), "question": question.question, "answer": question.answer}
+        for question in questions
+    ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     fixed = "bench --methods random --keep 0.25 --repeats 0 --samples 0 --device cpu --metric anls"
-    done = CliRunner().invoke(app, [*fixed.split(), "--data", str(data), "--run", str(folder)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, [*fixed.split(), "--data", str(data), "--run", str(folder)])
+    assert result.exit_code == 0, result.output
     add(folder, tmp_path)
     (path,) = tmp_path.glob("*.json")
-    made = read_entry(path)
-    assert [line.method for line in made.lines] == ["random", "downsample"] and made.questions == 2
-    assert made.model == "demo_vlm (shipped)" and made.weights and not made.equal_cost
-    assert (made.data, made.metric) == ("mine.jsonl", "anls") and len(made.digest) == 16
+    saved_entry = read_entry(path)
+    assert [line.method for line in saved_entry.lines] == ["random", "downsample"] and saved_entry.questions == 2
+    assert saved_entry.model == "demo_vlm (shipped)" and saved_entry.weights and not saved_entry.equal_cost
+    assert (saved_entry.data, saved_entry.metric) == ("mine.jsonl", "anls") and len(saved_entry.digest) == 16
     assert str(tmp_path) not in path.read_text()
     lines = (folder / "results.jsonl").read_text().splitlines(keepends=True)
     (folder / "results.jsonl").write_text("".join(lines[:-1]))
     assert "has 2 of 3 rows" in add(folder, tmp_path, code=2).stderr
 
 
-def _other(place: int, **changes: Any) -> Callable[[Records], None]:
-    return lambda lines: lines[place].update(changes)
+def _other(index: int, **changes: Any) -> Callable[[Records], None]:
+    return lambda lines: lines[index].update(changes)
 
 
-def _about(place: int, **changes: Any) -> Callable[[Records], None]:
-    return lambda lines: lines[place]["environment"].update(changes)
+def _about(index: int, **changes: Any) -> Callable[[Records], None]:
+    return lambda lines: lines[index]["environment"].update(changes)
 
 
 def _all(**changes: Any) -> Callable[[Records], Any]:
-    return lambda lines: [one["environment"].update(changes) for one in lines[:-1]]
+    return lambda lines: [record["environment"].update(changes) for record in lines[:-1]]
 
 
 def _one_seed(lines: Records) -> None:
@@ -137,8 +144,8 @@ def _one_seed(lines: Records) -> None:
 
 def _short(lines: Records) -> None:
     lines[0]["kind_of_question"] = "01" * 20
-    for one in lines[1:-1]:
-        one |= dict(questions=40, right=[some[:40] for some in one["right"]])
+    for record in lines[1:-1]:
+        record |= dict(questions=40, right=[answers[:40] for answers in record["right"]])
 
 
 BROKEN: dict[str, tuple[Callable[[Records], Any], str]] = {
@@ -164,28 +171,28 @@ BROKEN: dict[str, tuple[Callable[[Records], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_run_that_does_not_fit_together_is_refused(what: str, tmp_path: Path) -> None:
-    change, told = BROKEN[what]
-    lines = records()
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_run_that_does_not_fit_together_is_refused(case: str, tmp_path: Path) -> None:
+    change, message = BROKEN[case]
+    lines = build_records()
     change(lines)
     run, to = write(tmp_path / "run", lines), tmp_path / "entries"
     to.mkdir()
-    assert told in " ".join(add(run, to, code=2).stderr.split()) and not any(to.iterdir())
+    assert message in " ".join(add(run, to, code=2).stderr.split()) and not any(to.iterdir())
 
 
 def test_a_model_in_a_folder_gets_a_name(tmp_path: Path) -> None:
-    lines = records()
+    lines = build_records()
     _all(model="/data/models/x")(lines)
     assert read_run(write(tmp_path / "run", lines), by="me", model="org/x").model == "org/x"
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
+def test_folders_without_a_run_are_refused(tmp_path: Path, run: Path) -> None:
     (tmp_path / "entries").mkdir()
     for folder in (tmp_path, tmp_path / "none", run / "results.jsonl"):
         assert "is not the folder of a run" in add(folder, tmp_path / "entries", code=2).stderr
     assert "does not exist" in add(run, tmp_path / "nowhere", code=2).stderr
-    assert "has schema 1, but this version reads" in add(write(run, records(), schema=1), tmp_path, code=2).stderr
+    assert "has schema 1, but this version reads" in add(write(run, build_records(), schema=1), tmp_path, code=2).stderr
     (run / "config.json").write_text("{")
     assert "config.json is damaged" in add(run, tmp_path, code=2).stderr
     assert not list(tmp_path.glob("*.json"))
@@ -202,42 +209,42 @@ def test_every_committed_entry_is_sound() -> None:
 
 
 def _line(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda given: given["lines"][2].update(changes)
+    return lambda fields: fields["lines"][2].update(changes)
 
 
 UNSOUND: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "another schema": (lambda given: given.update(schema=2), "its schema is 2"),
-    "a field too few": (lambda given: given.pop("seeds"), "missing field seeds"),
+    "another schema": (lambda fields: fields.update(schema=2), "its schema is 2"),
+    "a field too few": (lambda fields: fields.pop("seeds"), "missing field seeds"),
     "a field too many": (_line(extra=1), "line 2: unknown field extra"),
-    "another type": (lambda given: given.update(questions="200"), "questions='200' must be an int >= 1"),
+    "another type": (lambda fields: fields.update(questions="200"), "questions='200' must be an int >= 1"),
     "no number": (_line(tokens=float("nan")), "tokens=nan must be a number"),
     "a better score": (_line(score=[0.95, 0.8, 0.9]), "0.95 is not between"),
     "a narrower interval": (_line(score=[0.85, 0.84, 0.86]), "is not the interval of 0.85 of 200 questions"),
     "more than all": (_line(score=[1.2, 1.1, 1.3]), "1.2 is not a share"),
-    "twice": (lambda given: given["lines"].append(given["lines"][2]), "occurs twice"),
+    "twice": (lambda fields: fields["lines"].append(fields["lines"][2]), "occurs twice"),
     "all or one": (_line(keep=1), "keep=1 is ambiguous"),
     "no site": (_line(site="MOON"), "is not one of PRE_ENCODER"),
     "another mark": (_line(marks=["best"]), "marks are"),
-    "a long note": (lambda given: given.update(note="x" * 301), "note must be one line of at most 300"),
-    "two lines": (lambda given: given.update(by="a\nb"), "by must be one line"),
-    "nobody": (lambda given: given.update(by=" "), "must not be empty"),
-    "no version": (lambda given: given["versions"].pop("tokenprune"), "must include tokenprune"),
-    "no version of the engine": (lambda given: given.update(engine="vllm"), "must include vllm"),
-    "another metric": (lambda given: given.update(metric="mine"), "metric='mine' is not one of exact"),
-    "no date": (lambda given: given.update(date="yesterday"), "is not a date"),
-    "no lines": (lambda given: given.update(lines=[]), "lines is empty"),
-    "another name": (lambda given: given.update(run="0" * 12), "its name must be"),
+    "a long note": (lambda fields: fields.update(note="x" * 301), "note must be one line of at most 300"),
+    "two lines": (lambda fields: fields.update(by="a\nb"), "by must be one line"),
+    "nobody": (lambda fields: fields.update(by=" "), "must not be empty"),
+    "no version": (lambda fields: fields["versions"].pop("tokenprune"), "must include tokenprune"),
+    "no version of the engine": (lambda fields: fields.update(engine="vllm"), "must include vllm"),
+    "another metric": (lambda fields: fields.update(metric="mine"), "metric='mine' is not one of exact"),
+    "no date": (lambda fields: fields.update(date="yesterday"), "is not a date"),
+    "no lines": (lambda fields: fields.update(lines=[]), "lines is empty"),
+    "another name": (lambda fields: fields.update(run="0" * 12), "its name must be"),
 }
 
 
-@each("what", UNSOUND)
-def test_an_entry_that_is_not_sound_is_refused(what: str, good: entry.LeaderboardEntry, tmp_path: Path) -> None:
-    change, told = UNSOUND[what]
-    given = json.loads(json.dumps(to_json(good)))
-    change(given)
+@each("case", UNSOUND)
+def test_an_entry_that_is_not_sound_is_refused(case: str, good: entry.LeaderboardEntry, tmp_path: Path) -> None:
+    change, message = UNSOUND[case]
+    fields = json.loads(json.dumps(to_json(good)))
+    change(fields)
     path = tmp_path / get_file_name(good)
-    path.write_text(json.dumps(given))
-    with pytest.raises(DataError, match=f"{re.escape(str(path))}: .*{re.escape(told)}"):
+    path.write_text(json.dumps(fields))
+    with pytest.raises(DataError, match=f"{re.escape(str(path))}: .*{re.escape(message)}"):
         read_entry(path)
 
 
@@ -268,23 +275,23 @@ def test_the_page_is_current(script: Any) -> None:
         check_entry(dataclasses.replace(run.entry, run="0" * 12))
 
 
-def test_a_row_says_what_its_line_does(
+def test_a_row_has_the_values_of_its_line(
     script: Any, good: entry.LeaderboardEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "served", lambda: {"random": "yes", "fastv": "in_llm"})
-    one = script.Run(good, ROOT / "benchmarks/experiments/leaderboard/entries/x.json")
-    table = script.board([one]).splitlines()
+    run = script.Run(good, ROOT / "benchmarks/experiments/leaderboard/entries/x.json")
+    table = script.board([run]).splitlines()
     assert [line.split(" | ")[0] for line in table[2:]] == [
         f"| [`{n}`](../methods/{n}.md)" for n in ("fastv", "random", "downsample")
     ]
     fastv = table[2].strip("| ").split(" | ")
-    low, high = (round(100 * end) for end in one.entry.lines[2].score[1:])
+    low, high = (round(100 * end) for end in run.entry.lines[2].score[1:])
     assert fastv[1:] == [
         "an-org/A_Model", "25 %", f"85.0 [{low}–{high}]", "25.0", "0.70", "11 of 12", "in the language model", "yes",
         "in_llm",
     ]  # fmt: skip
     assert all(line.count(" | ") == len(script.COLUMNS) - 1 for line in table if "---" not in line)
-    assert "&lt;b&gt;&#124;me" in script.sources([one])
+    assert "&lt;b&gt;&#124;me" in script.sources([run])
 
 
 def test_the_script_is_ours_and_knows_its_columns(script: Any) -> None:
@@ -309,13 +316,16 @@ def test_a_method_of_another_package_is_checked_measured_and_written(
     monkeypatch.chdir(folder)
     point = EntryPoint("of_others", "tokenprune_of_others", registry.ENTRY_POINT_GROUP)
     point.load()
-    asked = load_heldout(kinds=("colour", "word"), limit=1)
-    rows = [{"image": str(one.path), "question": one.question, "answer": one.answer} for one in asked]
+    questions = load_heldout(kinds=("colour", "word"), limit=1)
+    rows = [
+        {"image": str(question.path), "question": question.question, "answer": question.answer}
+        for question in questions
+    ]
     Path("mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = "leaderboard submit of_others --keep 0.6 --data mine.jsonl --by me".split()
     try:
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, done.output
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
         (path,) = folder.glob("demo-vlm*.json")
         methods = [line.method for line in read_entry(path).lines]
         assert {"of_others", "random", "divprune", "uniform"} <= set(methods)
@@ -338,14 +348,14 @@ def test_a_method_that_breaks_a_rule_is_not_measured(tmp_path: Path, monkeypatch
     @registry.register("breaks_it", site=tokenprune.Site.PRE_LLM, paper="none")
     @dataclasses.dataclass(frozen=True)
     class Breaks(tokenprune.Pruner):
-        """Reads what it did not declare."""
+        """Reads an observable that it did not declare."""
 
         def score(self, tokens: Any) -> Any:
             return tokens.keys.norm(dim=-1)
 
     fixed = ["leaderboard", "submit", "breaks_it", "--by", "me"]
-    done = CliRunner().invoke(app, fixed)
-    assert done.exit_code == 2 and "breaks_it" in done.output and not Path("runs").exists()
+    result = CliRunner().invoke(app, fixed)
+    assert result.exit_code == 2 and "breaks_it" in result.output and not Path("runs").exists()
     assert "name one method" in CliRunner().invoke(app, [*fixed[:2], "divprune,dart", *fixed[3:]]).output
     assert "there is no page" in CliRunner().invoke(app, [*fixed, "--page", "none.md"]).output
     assert Path("README.md").read_text() == "# Mine\n"

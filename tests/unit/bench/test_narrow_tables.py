@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables on a narrow screen, and what the demo compares."""
+"""Test tables on a narrow screen, and the comparison of the demo."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenprune_bench.tables import build_tables
 KV_BYTES_PER_TOKEN = 4608  # of demo_vlm: keys and values of all layers in float32
 
 
-def drawn(table: Table, width: int) -> list[str]:
+def print_lines(table: Table, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO(), color_system=None)
     for part in split_table(table, width):
         console.print(to_rich(part, width))
@@ -30,7 +30,7 @@ def drawn(table: Table, width: int) -> list[str]:
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_no_number_is_cut_and_no_line_is_longer_than_the_screen(width: int) -> None:
     for table in build_tables(made("", *RIVALS, GOOD).results):
-        lines = drawn(table, width)
+        lines = print_lines(table, width)
         assert max(map(len, lines)) <= width and "…" not in "".join(lines)
         shown = "".join(re.sub(r"[^\w.%+-]", "", line) for line in lines)
         for row in table.rows:
@@ -41,18 +41,18 @@ def test_no_number_is_cut_and_no_line_is_longer_than_the_screen(width: int) -> N
 
 
 def test_each_part_names_its_rows_and_the_notes_come_once() -> None:
-    numbers = [Cell(f"{number} of 100000") for number in range(9)]
-    names = tuple(f"column {number}" for number in range(9))
-    table = Table("Much", ("method", "keep", *names), [[Cell("divprune"), Cell("0.25"), *numbers]], ("why",), True)
+    cells = [Cell(f"{index} of 100000") for index in range(9)]
+    names = tuple(f"column {index}" for index in range(9))
+    table = Table("Much", ("method", "keep", *names), [[Cell("divprune"), Cell("0.25"), *cells]], ("why",), True)
     parts = split_table(table, 60)
-    assert [one.columns[:2] for one in parts] == [("method", "keep")] * 5
-    assert sum((one.columns[2:] for one in parts), ()) == names
-    assert [one.notes for one in parts] == [(), (), (), (), ("why",)]
-    assert [one.title for one in parts] == ["Much", *["Much, continued"] * 4]
+    assert [part.columns[:2] for part in parts] == [("method", "keep")] * 5
+    assert sum((part.columns[2:] for part in parts), ()) == names
+    assert [part.notes for part in parts] == [(), (), (), (), ("why",)]
+    assert [part.title for part in parts] == ["Much", *["Much, continued"] * 4]
     assert split_table(table, 200) == [table]
-    # A long text takes the room that numbers leave, and is broken between words.
+    # A long text fills the width that numbers leave, and is broken between words.
     long = Table("", ("site", "limit", "meaning"), [[Cell("IN_LLM"), Cell("x2"), Cell("a cut " * 20)]], last_left=True)
-    assert len(split_table(long, 60)) == 1 and max(map(len, drawn(long, 60))) == 60
+    assert len(split_table(long, 60)) == 1 and max(map(len, print_lines(long, 60))) == 60
 
 
 def test_a_message_is_broken_between_words_on_a_screen_and_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_demo_reports_answers_and_costs(method: str, tmp_path: Path, monkeypatch
     assert bool(wrong) == (method == "random")
     before, after = result.kv_bytes
     assert result.tokens == (256, 64) and before - after == (256 - 64) * KV_BYTES_PER_TOKEN
-    lines = drawn(demo.build_table(result), 80)
+    lines = print_lines(demo.build_table(result), 80)
     assert sum(line.count("✗") for line in lines) == len(wrong) and max(map(len, lines)) <= 80
     image, page = demo.write_files(result, tmp_path / "out")
     assert image.is_file() and all(answer.question in page.read_text() for answer in result.answers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune profile`: the stages of a call, and the closed forms beside them."""
+"""Test `tokenprune profile`: the stages of a call, and the closed forms beside them."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def made(subject: Model) -> Profile:
 def test_a_profile_tells_every_stage_of_both_sides(made: Profile, subject: Model) -> None:
     for side in (made.before, made.after):
         assert len(side.runs) == 2 and set(side.runs[0]) == set(STAGES)
-        for run, whole in zip(side.runs, side.first_token(), strict=True):
+        for run, total in zip(side.runs, side.first_token(), strict=True):
             assert all(run[stage] > 0 for stage in ("processor", "tower", "prefill", "decode"))
-            assert whole == pytest.approx(sum(run[stage] for stage in FIRST_TOKEN))
+            assert total == pytest.approx(sum(run[stage] for stage in FIRST_TOKEN))
     assert all(run["selection"] == 0 for run in made.before.runs)
     assert all(run["selection"] > 0 for run in made.after.runs)
     assert made.before.visual == (256, 256, 256.0)
-    entered, left, average = made.after.visual
-    assert entered < 256 and left < average <= entered / 2 + 1 and made.after.kv_bytes < made.before.kv_bytes / 2
+    entered, kept, average = made.after.visual
+    assert entered < 256 and kept < average <= entered / 2 + 1 and made.after.kv_bytes < made.before.kv_bytes / 2
     example = load_heldout(limit=1)[0]
     length = subject.inputs([example.image], [example.question])["input_ids"].numel()
     assert made.load == Load((256,), 256, length - 256)
@@ -77,106 +77,110 @@ def test_a_profile_leaves_the_model_as_it_was(made: Profile, subject: Model) -> 
 
 
 def test_stages_add_up_to_what_a_call_takes(subject: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that ticks once a look: what a stage takes is known, whatever the machine does."""
+    """Use a clock that ticks once per reading, so that the time of each stage is known."""
     import tokenprune_bench.profiling.profile as profiling
     import tokenprune_bench.profiling.timing as timing
 
     ticks = iter(range(10**6))
     monkeypatch.setattr(profiling.time, "perf_counter", lambda: next(ticks) / 1000)
     example = load_heldout(limit=1)[0]
-    one = profile_call(subject, [example.image], example.question, repeats=1, new_tokens=3)
-    assert timing.time.perf_counter is profiling.time.perf_counter and one.after is None
-    (run,) = one.before.runs
-    # Looks between the first and the last: begin of generate, tower (2), the prompt, decoder (2), first token.
+    profile = profile_call(subject, [example.image], example.question, repeats=1, new_tokens=3)
+    assert timing.time.perf_counter is profiling.time.perf_counter and profile.after is None
+    (run,) = profile.before.runs
+    # Readings between the first and the last: start of generate, tower (2), prompt, decoder (2), first token.
     assert {stage: round(run[stage], 6) for stage in STAGES} == {
         "processor": 1.0, "tower": 1.0, "selection": 0.0, "prefill": 1.0, "rest": 4.0, "decode": 3.0,
     }  # fmt: skip
 
 
-def _made_up(after: bool = True) -> Profile:
+def build_profile(after: bool = True) -> Profile:
     config = limits.SHAPES[4].build_config()
     runs = [dict.fromkeys(STAGES, 10.0) | {"tower": tower} for tower in (60.0, 60.0, 90.0)]
-    less = [{name: ms / 2 for name, ms in run.items()} for run in runs]
+    pruned_runs = [{name: ms / 2 for name, ms in run.items()} for run in runs]
     environment = dict(model="<m>", device="cpu", dtype="float32", tokenprune="1", transformers="2", torch="3")
     return Profile(
         Setting.from_text("divprune", 0.25) if after else None,
         SideProfile(runs, "a", (1024, 1024, 1024.0), 4096),
-        SideProfile(less, "b", (1024, 256, 256.0), 1024) if after else None,
+        SideProfile(pruned_runs, "b", (1024, 256, 256.0), 1024) if after else None,
         CostModel.from_config(config), Load.from_config(config, tokens=1024), environment, 0.5,
     )  # fmt: skip
 
 
-def test_the_table_says_what_limits() -> None:
-    table = build_stage_table(_made_up())
+def test_the_table_names_the_largest_stage() -> None:
+    table = build_stage_table(build_profile())
     cells = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
     assert cells["vision tower and projector"] == ["60.0 ms", "60%", "30.0 ms", "x2.00"]
     assert cells["to the first token"] == ["100.0 ms", "", "50.0 ms", "x2.00"]
     assert cells["KV cache"][-1] == "x4.00" and cells["visual tokens, first to last layer"][2] == "1024 → 256 (25 %)"
     assert any("Largest stage now: vision tower and projector, 60%" in note for note in table.notes)
     assert any("tower (28%)" in note and "x2.06 faster" in note for note in table.notes)
-    alone = build_stage_table(_made_up(after=False))
-    assert alone.columns == ("stage", "unpatched", "share") and all(len(row) == 3 for row in alone.rows)
+    unpatched = build_stage_table(build_profile(after=False))
+    assert unpatched.columns == ("stage", "unpatched", "share") and all(len(row) == 3 for row in unpatched.rows)
 
 
 def test_bars_span_their_stages_on_one_scale() -> None:
-    before, after = build_flames(_made_up())
-    whole = {bar.name: bar for bar in before.bars}
+    before, after = build_flames(build_profile())
+    bars = {bar.name: bar for bar in before.bars}
     assert before.first_token == "100.0 ms" and after.first_token == "50.0 ms"
     parts = [STAGES[stage] for stage in FIRST_TOKEN]
-    assert sum(whole[part].width for part in parts) == pytest.approx(whole[TO_FIRST_TOKEN].width)
-    assert whole["a step of decoding"].x == pytest.approx(whole[TO_FIRST_TOKEN].width)
-    assert whole["a step of decoding"].x + whole["a step of decoding"].width == pytest.approx(1000)
+    assert sum(bars[part].width for part in parts) == pytest.approx(bars[TO_FIRST_TOKEN].width)
+    assert bars["a step of decoding"].x == pytest.approx(bars[TO_FIRST_TOKEN].width)
+    assert bars["a step of decoding"].x + bars["a step of decoding"].width == pytest.approx(1000)
     assert [bar.width for bar in after.bars] == pytest.approx([bar.width / 2 for bar in before.bars])
-    page = make_profile_page(_made_up(), 0.25)
+    page = make_profile_page(build_profile(), 0.25)
     assert "&lt;m&gt;" in page and "<m>" not in page and page.count("<svg viewBox") == 2
     assert "http://" not in page and "https://" not in page and "style=" not in page
 
 
 def test_bars_and_table_show_the_same_numbers_in_the_same_order() -> None:
-    """Of runs whose stages take turns at being slow: medians of single stages would not add up."""
-    made = _made_up()
-    for side, factor in ((made.before, 1.0), (made.after, 0.7)):
+    """Use runs whose stages take turns at being slow, so that medians of single stages do not add up."""
+    profile = build_profile()
+    for side, factor in ((profile.before, 1.0), (profile.after, 0.7)):
         stages = (
             {"tower": 60.04, "selection": 1.0},
             {"tower": 90.0, "prefill": 1.23},
             {"tower": 60.0, "prefill": 80.0},
         )
-        side.runs = [{name: factor * ms for name, ms in (dict.fromkeys(STAGES, 10.0) | one).items()} for one in stages]
-    page = make_profile_page(made, 0.25)
+        side.runs = [
+            {name: factor * ms for name, ms in (dict.fromkeys(STAGES, 10.0) | changes).items()} for changes in stages
+        ]
+    page = make_profile_page(profile, 0.25)
     table = page[page.index("<tbody>") : page.index("</tbody>")]
     rows = re.findall(r'<th scope="row">(.*?)</th>((?:\s*<td>[^<]*</td>)*)', table)
-    cells = [(name, re.findall(r"<td>(.*?)</td>", rest)) for name, rest in rows]
-    for place, figure in zip((0, 2), page.split('<figure class="flame">')[1:], strict=True):
-        wanted = [(name, found[place]) for name, found in cells if found[place].endswith(" ms")]
-        assert [name for name, _ in wanted][-2:] == [TO_FIRST_TOKEN, "a step of decoding"] and len(wanted) == 7
-        assert re.findall(r"<li class=\"\w+\">(.*?) <b>(.*?)</b>", figure) == wanted
-        assert [tuple(text.split(": ")) for text in re.findall(r"<title>(.*?)</title>", figure)] == wanted
-        *stages, total, _ = (float(time.split()[0]) for _, time in wanted)
+    cells = [(name, re.findall(r"<td>(.*?)</td>", cells_html)) for name, cells_html in rows]
+    for column, figure in zip((0, 2), page.split('<figure class="flame">')[1:], strict=True):
+        expected = [(name, texts[column]) for name, texts in cells if texts[column].endswith(" ms")]
+        assert [name for name, _ in expected][-2:] == [TO_FIRST_TOKEN, "a step of decoding"] and len(expected) == 7
+        assert re.findall(r"<li class=\"\w+\">(.*?) <b>(.*?)</b>", figure) == expected
+        assert [tuple(text.split(": ")) for text in re.findall(r"<title>(.*?)</title>", figure)] == expected
+        *stages, total, _ = (float(time.split()[0]) for _, time in expected)
         assert sum(stages) == pytest.approx(total, abs=0.3)
-    medians = [made.before.median(stage) for stage in FIRST_TOKEN]
-    assert sum(medians) < sum(made.before.median_run[stage] for stage in FIRST_TOKEN) - 10
-    assert made.before.median_run["tower"] == 90
-    made.before.runs.append(dict.fromkeys(STAGES, 0.1))  # of four the faster of the two in the middle
-    assert sum(made.before.median_run[stage] for stage in FIRST_TOKEN) == pytest.approx(91.04)
+    medians = [profile.before.median(stage) for stage in FIRST_TOKEN]
+    assert sum(medians) < sum(profile.before.median_run[stage] for stage in FIRST_TOKEN) - 10
+    assert profile.before.median_run["tower"] == 90
+    profile.before.runs.append(dict.fromkeys(STAGES, 0.1))  # the median run of four is the faster of the middle two
+    assert sum(profile.before.median_run[stage] for stage in FIRST_TOKEN) == pytest.approx(91.04)
 
 
-def test_limits_are_those_of_the_closed_forms() -> None:
+def test_limits_equal_the_closed_forms() -> None:
     config = limits.SHAPES[0].build_config()
     model, prompt = CostModel.from_config(config), Load.from_config(config, text=10)
-    whole = model.compute_cost(prompt)
-    found = {one.site: one for one in compute_site_limits(model, prompt, 0.25)}
+    unpruned = model.compute_cost(prompt)
+    limits_by_site = {site_limit.site: site_limit for site_limit in compute_site_limits(model, prompt, 0.25)}
     decoder = model.decoder
-    assert whole.decoder == decoder.prefill_flops([586] * 32) and whole.tower == model.tower.flops([576])
-    assert found[Site.PRE_LLM].at_keep == pytest.approx(whole.flops / (whole.tower + decoder.prefill_flops([154] * 32)))
-    assert found[Site.IN_LLM].limit == pytest.approx(
-        whole.flops / (whole.tower + decoder.prefill_flops([586] * 2 + [10] * 30))
+    assert unpruned.decoder == decoder.prefill_flops([586] * 32) and unpruned.tower == model.tower.flops([576])
+    assert limits_by_site[Site.PRE_LLM].at_keep == pytest.approx(
+        unpruned.flops / (unpruned.tower + decoder.prefill_flops([154] * 32))
     )
-    assert found[Site.PRE_ENCODER].limit == pytest.approx(whole.flops / decoder.prefill_flops([10] * 32))
-    for one in found.values():
-        assert 1 < one.at_keep < one.limit
-    half, least = compute_decode_limit(model, prompt, 0.5)
+    assert limits_by_site[Site.IN_LLM].limit == pytest.approx(
+        unpruned.flops / (unpruned.tower + decoder.prefill_flops([586] * 2 + [10] * 30))
+    )
+    assert limits_by_site[Site.PRE_ENCODER].limit == pytest.approx(unpruned.flops / decoder.prefill_flops([10] * 32))
+    for site_limit in limits_by_site.values():
+        assert 1 < site_limit.at_keep < site_limit.limit
+    half, limit = compute_decode_limit(model, prompt, 0.5)
     cache, weights = 2 * 32 * 4096, 32 * (4 * 4096**2 + 3 * 4096 * 11008)
-    assert half == pytest.approx((weights + 586 * cache) / (weights + 298 * cache)) and least > half
+    assert half == pytest.approx((weights + 586 * cache) / (weights + 298 * cache)) and limit > half
     assert model.compute_cost(prompt).cache == 586 * cache
 
 
@@ -201,18 +205,18 @@ def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
 def test_methods_before_the_decoder_spare_the_tower() -> None:
     config = limits.SHAPES[4].build_config()
     model, prompt = CostModel.from_config(config), Load.from_config(config, tokens=1024)
-    whole = model.compute_cost(prompt)
+    base = model.compute_cost(prompt)
     costs = {
         name: model.predict(prompt, *Setting.from_json({"method": name, "keep": 0.5}).steps())
         for name in ("downsample", "tome", "divprune")
     }
-    assert costs["downsample"].tower < 0.55 * whole.tower < costs["tome"].tower < costs["divprune"].tower == whole.tower
+    assert costs["downsample"].tower < 0.55 * base.tower < costs["tome"].tower < costs["divprune"].tower == base.tower
     assert len({cost.decoder for cost in costs.values()}) == 1
     same = model.predict(prompt, *Setting.from_json({"method": ["pevlm", "view_select"], "keep": 1.0}).steps())
-    assert same == whole
+    assert same == base
 
 
-def test_a_load_says_what_it_needs() -> None:
+def test_loads_are_computed_from_configs_and_invalid_arguments_raise() -> None:
     llava, qwen = (limits.SHAPES[index].build_config() for index in (1, 4))
     assert Load.from_config(llava, tiles=5) == Load((576,) * 5, 2880, 64)
     assert Load.from_config(qwen, tokens=100, text=0) == Load((400,), 100, 0)
@@ -246,17 +250,17 @@ def test_the_command(tmp_path: Path) -> None:
         return result.output
 
     config_only = ("--config-only", "--details", "--model", "demo_qwen", "--tokens", "784")
-    told = run(*config_only, "--method", "divprune", "--keep", "0.5")
-    assert re.search(r"PRE_LLM.*x1\.19", told) and "divprune: x1.19 by FLOPs" in told and "73%" in told
+    output = run(*config_only, "--method", "divprune", "--keep", "0.5")
+    assert re.search(r"PRE_LLM.*x1\.19", output) and "divprune: x1.19 by FLOPs" in output and "73%" in output
     image = tmp_path / "image.png"
     Image.new("RGB", (60, 40), "red").save(image)
     html, raw = tmp_path / "p.html", tmp_path / "p.json"
     small = ("--image", str(image), "--repeats", "1", "--max-new-tokens", "2", "--threads", "1")
-    told = run(*small, "--details", "--method", "divprune", "--html", str(html), "--json", str(raw))
-    assert "to the first token" in told and "Maximum saving per site" in told
+    output = run(*small, "--details", "--method", "divprune", "--html", str(html), "--json", str(raw))
+    assert "to the first token" in output and "Maximum saving per site" in output
     assert json.loads(raw.read_text())["setting"] == {"method": "divprune", "keep": 0.25}
     assert html.read_text().count('<figure class="flame">') == 2
-    for arguments, said in {
+    for arguments, message in {
         ("--tokens", "9"): "need --config-only",
         ("--config-only", "--html", str(html)): "need measured times",
         ("--method", "nothing"): "nothing",
@@ -266,10 +270,10 @@ def test_the_command(tmp_path: Path) -> None:
         ("--config-only", "--model", str(tmp_path)): "cannot read the config",
         ("--image", str(tmp_path / "none.png")): "none.png",
     }.items():
-        assert said in run(*arguments, code=2), arguments
+        assert message in run(*arguments, code=2), arguments
 
 
-def test_towers_without_a_closed_form_are_said_of_a_config_too() -> None:
+def test_a_config_whose_tower_lacks_a_closed_form_raises() -> None:
     config = FAMILIES["llava"].build().config
     config = type(config).from_dict(config.to_dict())
     config.model_type = "mistral3"
@@ -278,7 +282,7 @@ def test_towers_without_a_closed_form_are_said_of_a_config_too() -> None:
     assert dataclasses.replace(CostModel.from_config(limits.SHAPES[0].build_config()), tower=None).tower is None
 
 
-def test_the_share_of_the_processor_is_that_of_the_patched_model_if_there_is_one() -> None:
+def test_the_processor_share_prefers_the_patched_model() -> None:
     def side(processor: float) -> SideProfile:
         return SideProfile([dict.fromkeys(FIRST_TOKEN, 1.0) | {"processor": processor}])
 

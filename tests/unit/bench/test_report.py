@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plots and the page of the report."""
+"""Test the plots and the page of the report."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7 * 7 }}`"
 # -- plots -------------------------------------------------------------------------------------------------------------
 
 
-def point(x: float, y: float, name: str = "") -> plots.Point:
+def build_point(x: float, y: float, name: str = "") -> plots.Point:
     return plots.Point(x, y, y, y, name, name)
 
 
-def test_the_front_is_that_of_a_loop_over_pairs() -> None:
+def test_the_front_equals_a_loop_over_pairs() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
-        points = [point(*rng.integers(0, 6, 2)) for _ in range(rng.integers(1, 15))]
+        points = [build_point(*rng.integers(0, 6, 2)) for _ in range(rng.integers(1, 15))]
 
-        def beaten(one: plots.Point, other: plots.Point) -> bool:
-            return other.x <= one.x and other.y >= one.y and (other.x, other.y) != (one.x, one.y)
+        def beaten(candidate: plots.Point, other: plots.Point) -> bool:
+            return (
+                other.x <= candidate.x and other.y >= candidate.y and (other.x, other.y) != (candidate.x, candidate.y)
+            )
 
-        want = {(p.x, p.y) for p in points if not any(beaten(p, other) for other in points)}
+        expected = {(p.x, p.y) for p in points if not any(beaten(p, other) for other in points)}
         front = plots.find_front(points)
-        assert {(points[i].x, points[i].y) for i in front} == want
-        assert len(front) == len(want) and front == sorted(front, key=lambda i: points[i].x)
-    assert plots.find_front([point(1, 1), point(1, 1)]) == [0]
+        assert {(points[i].x, points[i].y) for i in front} == expected
+        assert len(front) == len(expected) and front == sorted(front, key=lambda i: points[i].x)
+    assert plots.find_front([build_point(1, 1), build_point(1, 1)]) == [0]
 
 
 def test_ticks_are_round_and_hold_everything() -> None:
@@ -53,33 +55,36 @@ def test_ticks_are_round_and_hold_everything() -> None:
     assert plots.compute_ticks(5, 5) == pytest.approx(np.arange(5, 6.01, 0.2))
     for low, high in np.random.default_rng(1).uniform(0, 1000, (100, 2)):
         low, high = sorted((low, high))
-        found = plots.compute_ticks(low, high)
-        assert found[0] <= low + 1e-6 and found[-1] >= high - 1e-6 and 3 <= len(found) <= 9
-        assert np.ptp(np.diff(found)) < 1e-6
+        ticks = plots.compute_ticks(low, high)
+        assert ticks[0] <= low + 1e-6 and ticks[-1] >= high - 1e-6 and 3 <= len(ticks) <= 9
+        assert np.ptp(np.diff(ticks)) < 1e-6
 
 
 def test_a_plot_by_hand() -> None:
     look = plots.get_method_style(0, "m0")
-    series = [plots.Series(look, (point(100, 100, "all"), point(50, 60, "half"))), plots.Series(look, (point(60, 60),))]
+    series = [
+        plots.Series(look, (build_point(100, 100, "all"), build_point(50, 60, "half"))),
+        plots.Series(look, (build_point(60, 60),)),
+    ]
     plot = plots.build_pareto_plot("t", "x", "y", series, guide=100.0)
     first, lone = plot.series
     assert [(mark.x, mark.y, mark.front) for mark in first.marks] == [(288.8, 348.0, True), (529.6, 48.0, True)]
     assert first.line == "288.8,348.0 529.6,48.0"
     assert lone.line == "" and not lone.marks[0].front
-    assert plot.front == "M288.8 348V348.0H529.6V48.0H544"  # up to a point, then on at its height to the next
+    assert plot.front == "M288.8 348V348.0H529.6V48.0H544"  # up to a point, then at its height to the next point
     assert plot.guide == 529.6
     assert [text for text, _ in plot.front_in_words] == ["half", "all"]
     assert [(tick.offset, tick.text) for tick in plot.x_ticks][:2] == [(48.0, "0"), (144.3, "20")]
     assert plots.build_pareto_plot("t", "x", "y", []) is None
-    nothing = plots.Series(look, (point(0, 0),))  # right, and no tokens
-    assert plots.build_pareto_plot("t", "x", "y", [nothing]) is not None
+    no_tokens = plots.Series(look, (build_point(0, 0),))  # right answers without tokens
+    assert plots.build_pareto_plot("t", "x", "y", [no_tokens]) is not None
 
 
 def test_labels_cover_neither_marks_nor_each_other() -> None:
     rng = np.random.default_rng(2)
     look = plots.get_method_style(0, "")
     points = tuple(
-        point(float(x), float(100 - (100 - x) ** 2 / 100), f"method 0.{x}") for x in rng.integers(1, 100, 30)
+        build_point(float(x), float(100 - (100 - x) ** 2 / 100), f"method 0.{x}") for x in rng.integers(1, 100, 30)
     )
     plot = plots.build_pareto_plot("t", "x", "y", [plots.Series(look, points)])
     boxes = []
@@ -101,7 +106,7 @@ def test_looks_are_the_same_everywhere_and_differ() -> None:
     assert [name for name, _ in styles.legend(runs[1])] == ["unpatched", "random", "downsample", "good", "new"]
     assert styles.get_run_style("new", "B").path == styles.methods["new"].path
     assert styles.get_run_style("new", "B").tags.split() == ["m1", "r1"] and styles.get_run_style("random", "A").dashed
-    many = [plots.get_method_style(number, "") for number in range(64)]
+    many = [plots.get_method_style(index, "") for index in range(64)]
     assert len({(look.css, look.path) for look in many}) == 64
 
 
@@ -116,9 +121,10 @@ def test_layers_are_told_once_for_methods_that_share_them(monkeypatch: pytest.Mo
         ("random, downsample, same", "25 in every layer"),
         ("late", "100 in layers 1–3, 25 in layer 4"),
     ]
-    assert quarter.curves_in_words[0][2].tags == "m-base0 m-base1 m0"  # any of the three lights it up
+    assert quarter.curves_in_words[0][2].tags == "m-base0 m-base1 m0"  # each of the three methods highlights it
     assert (half.plot.title, fixed.plot.title) == ("keep 0.5", "keep 16 tokens")
-    assert [len(plot.plot.series) for plot in (quarter, half, fixed)] == [3, 2, 2]  # the unpatched model is in each
+    # Each plot has the unpatched model.
+    assert [len(plot.plot.series) for plot in (quarter, half, fixed)] == [3, 2, 2]
     monkeypatch.setitem(run.results.baseline.stats, "visual_tokens_per_layer", [])
     assert build_layer_plots(run.results, styles.methods.__getitem__) == []
 
@@ -126,8 +132,8 @@ def test_layers_are_told_once_for_methods_that_share_them(monkeypatch: pytest.Mo
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-class Seen(HTMLParser):
-    """The tags of a page with their attributes, its text, and the text of its scripts and styles."""
+class ParsedPage(HTMLParser):
+    """The tags and attributes of a page, its text, and the text of its scripts and styles."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -154,29 +160,30 @@ def evil_run(label: str = "") -> Run:
     return Run(EVIL, run.results, label=label)
 
 
-def test_names_are_text_and_nothing_else() -> None:
+def test_harmful_names_are_escaped() -> None:
     page = make_page([evil_run("A"), evil_run("B")])
-    seen = Seen(page)
-    names = [tag for tag, _ in seen.tags]
+    parsed = ParsedPage(page)
+    names = [tag for tag, _ in parsed.tags]
     assert (names.count("script"), names.count("style"), names.count("img")) == (1, 1, 0)
-    assert not [name for _, attrs in seen.tags for name in attrs if name.startswith("on") or name == "style"]
-    assert "alert(1)" in seen.text and "49" not in seen.text  # there, as text, and no template was run
-    assert "alert(1)" not in "".join(seen.inside["script"])
+    assert not [name for _, attrs in parsed.tags for name in attrs if name.startswith("on") or name == "style"]
+    # The harmful names are text, and templates did not evaluate them.
+    assert "alert(1)" in parsed.text and "49" not in parsed.text
+    assert "alert(1)" not in "".join(parsed.inside["script"])
 
 
-def test_the_page_loads_nothing_and_runs_what_is_ours() -> None:
+def test_the_page_makes_no_requests_and_runs_only_its_script() -> None:
     page = make_page([made("A", *RIVALS, GOOD | dict(timing=timing(0.5))), made("B", environment=dict(model="other"))])
-    seen = Seen(page)
+    parsed = ParsedPage(page)
     assert "http" not in page.replace("http-equiv", "") and "url(" not in page and "@import" not in page
-    assert not [attrs for _, attrs in seen.tags if {"src", "action", "ping"} & attrs.keys()]
-    links = [attrs["href"] for _, attrs in seen.tags if "href" in attrs]
+    assert not [attrs for _, attrs in parsed.tags if {"src", "action", "ping"} & attrs.keys()]
+    links = [attrs["href"] for _, attrs in parsed.tags if "href" in attrs]
     assert all(link.startswith("#") or link == "data:," for link in links)
-    ids = [attrs["id"] for _, attrs in seen.tags if "id" in attrs]
+    ids = [attrs["id"] for _, attrs in parsed.tags if "id" in attrs]
     assert len(ids) == len(set(ids)) and {link[1:] for link in links if link.startswith("#")} <= set(ids)
-    (policy,) = (attrs["content"] for tag, attrs in seen.tags if attrs.get("http-equiv"))
+    (policy,) = (attrs["content"] for tag, attrs in parsed.tags if attrs.get("http-equiv"))
     assert policy.startswith("default-src 'none'; img-src data:;") and "unsafe" not in policy
     for name in ("script", "style"):
-        digest = base64.b64encode(hashlib.sha256("".join(seen.inside[name]).encode()).digest()).decode()
+        digest = base64.b64encode(hashlib.sha256("".join(parsed.inside[name]).encode()).digest()).decode()
         assert f"{name}-src 'sha256-{digest}'" in policy
 
 
@@ -186,10 +193,10 @@ def test_the_same_runs_give_the_same_page() -> None:
     assert "\ud800" not in make_page([made(environment=dict(model="half \ud800"))])
 
 
-def test_what_the_page_cannot_show_is_said() -> None:
+def test_the_page_names_missing_parts() -> None:
     page = make_page([made()])
     assert "this run has no timing (--repeats 0)" in page and "bench --run DIR" in page
-    assert "<h3>No warnings</h3>" in page and page.count('<figure class="plot') == 2  # one of them of layers
+    assert "<h3>No warnings</h3>" in page and page.count('<figure class="plot') == 2  # including the plot of layers
     timed = GOOD | dict(timing=timing(0.5))
     page = make_page([made("", *RIVALS, timed)])
     assert "Without timing, and not in the second plot: random 0.25, downsample 0.25." in page
@@ -202,7 +209,7 @@ def test_what_the_page_cannot_show_is_said() -> None:
 
 def test_graded_metrics_keep_their_names() -> None:
     scores = {"scores": [[0.5] * QUESTIONS]}
-    records = [one | scores for one in (BASE, *RIVALS, GOOD)]
+    records = [record | scores for record in (BASE, *RIVALS, GOOD)]
     page = make_page([Run("x", results.summarise([header(metric="anls"), *records]))])
     assert ">ANLS %</text>" in page
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of a run: which questions are drawn, what is drawn of them, going on after a kill, and damaged folders."""
+"""Test samples of a run: the choice of questions, their drawings, continued runs, and damaged folders."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ from tokenprune_bench.report.runs import read_runs
 from tokenprune_bench.report.samples import FILE, FOLDER, read_samples
 from zoo import FAMILIES
 
-# -- which questions
+# -- choice of questions
 
 
-def told(method: str, keep: float | int, *right: str, out: int = 10, **more: Any) -> dict[str, Any]:
+def build_record(method: str, keep: float | int, *right: str, out: int = 10, **more: Any) -> dict[str, Any]:
     return dict(record="result", method=method, keep=keep, right=list(right), stats=dict(visual_tokens_out=out), **more)
 
 
-def test_the_questions_are_those_of_most_disagreement_kind_by_kind() -> None:
+def test_samples_are_questions_with_the_most_disagreement_of_each_kind() -> None:
     records = [
         dict(record="header", kind_of_question="000112"),
-        told("unpatched", 1.0, "111111", out=100),
-        told("a", 0.5, "111100", out=50),
-        told("a", 0.25, "110010", out=25),
-        told("b", 0.25, "010100", out=25),
-        told("c", 0.25, "010000", "010110", out=25),
-        told("a", 8, "000000", out=8),
+        build_record("unpatched", 1.0, "111111", out=100),
+        build_record("a", 0.5, "111100", out=50),
+        build_record("a", 0.25, "110010", out=25),
+        build_record("b", 0.25, "010100", out=25),
+        build_record("c", 0.25, "010000", "010110", out=25),
+        build_record("a", 8, "000000", out=8),
         dict(record="skipped", method="d", keep=0.25, reason="no"),
     ]
-    # At 0.25, the middle keep, c is right half the time on 3 and 4. Scores of 0: 1 0 0; of 3: 0 1 ½; of 4: 1 0 ½.
-    # A kind each; of 3 and 4, which are alike, the earlier one.
+    # At 0.25, the middle keep, c is right half the time on questions 3 and 4. Scores of question 0: 1 0 0; 3: 0 1 ½; 4:
+    # 1 0 ½. Each kind gives one question; 3 and 4 tie, and the earlier question wins.
     assert choose_questions(records, SampleRequest(2)) == (0.25, [0, 3])
     other = [records[0] | dict(kind_of_question="000011"), *records[1:]]
-    assert choose_questions(other, SampleRequest(2)) == (0.25, [0, 4])  # 3 is of the kind of 0
+    assert choose_questions(other, SampleRequest(2)) == (0.25, [0, 4])  # question 3 has the kind of question 0
     assert choose_questions(records, SampleRequest(3)) == (0.25, [0, 3, 4])
     assert choose_questions(records, SampleRequest(9)) == (0.25, [0, 3, 4, 1, 2, 5])
     assert choose_questions(records, SampleRequest(2, (5, 1))) == (0.25, [5, 1])
-    # No image comes twice while there is another on which they disagree.
+    # An image is repeated only if no other image has a disagreement.
     assert choose_questions(records, SampleRequest(2), "abcada") == (0.25, [0, 4])
     assert choose_questions(records, SampleRequest(3), "aaaaab") == (0.25, [0, 3, 4])
     assert choose_questions(records, SampleRequest(0)) == (None, [])
     assert choose_questions(records[:2], SampleRequest(2)) == (None, [])
-    # Of two keeps the lower one, whichever was named first.
+    # The lower of two keeps wins, in any order.
     assert choose_questions([*records[:2], records[3], records[2]], SampleRequest(1))[0] == 0.25
-    graded = told("g", 0.5) | dict(scores=[[0.2, 0.9, 0.5, 0.5, 0.5, 0.5]])
-    assert choose_questions([*records[:2], graded, told("a", 0.5, "100000")], SampleRequest(1)) == (0.5, [1])
+    graded = build_record("g", 0.5) | dict(scores=[[0.2, 0.9, 0.5, 0.5, 0.5, 0.5]])
+    assert choose_questions([*records[:2], graded, build_record("a", 0.5, "100000")], SampleRequest(1)) == (0.5, [1])
 
 
 def test_conflicting_sample_options_are_refused(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def run(drawn: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(drawn, tmp_path / "run"))
 
 
-def test_what_is_drawn_is_what_the_run_counted(drawn: Path) -> None:
+def test_drawings_match_the_counts_of_the_run(drawn: Path) -> None:
     data = json.loads((drawn / FOLDER / FILE).read_text())
     lines = [json.loads(line) for line in (drawn / "predictions.jsonl").read_text().splitlines()]
     assert (data["keep"], data["how"], len(data["samples"])) == (
@@ -113,34 +113,35 @@ def test_what_is_drawn_is_what_the_run_counted(drawn: Path) -> None:
     )
     for sample in data["samples"]:
         assert sample["tokens"] == 256
-        assert [(one["method"], one["seed"]) for one in sample["methods"]] == [
+        assert [(item["method"], item["seed"]) for item in sample["methods"]] == [
             ("random", 0), ("downsample", None), ("pool", None),
         ]  # fmt: skip
-        for one in (sample, *sample["methods"]):
+        for item in (sample, *sample["methods"]):
             (line,) = (
                 line
                 for line in lines
-                if (line["method"], line["seed"], line["question"]) == (one["method"], one["seed"], sample["question"])
+                if (line["method"], line["seed"], line["question"])
+                == (item["method"], item["seed"], sample["question"])
             )
-            assert (one["prediction"], one["score"], one["note"]) == (line["prediction"], line["score"], "")
-        kept = {one["method"]: one["kept"] for one in sample["methods"]}
+            assert (item["prediction"], item["score"], item["note"]) == (line["prediction"], line["score"], "")
+        kept = {item["method"]: item["kept"] for item in sample["methods"]}
         assert (kept["random"], kept["downsample"], kept["pool"]) == (64, 64, 64)
-        # random's drawing: a quarter of the patches is clear. downsample's: all of its 8 x 8 are.
-        for one, side, clear in zip(sample["methods"], (16, 8), (64, 64), strict=False):
-            with Image.open(drawn / FOLDER / one["image"]) as image:
+        # random shows a quarter of the patches undimmed. downsample shows all of its 8 x 8 patches undimmed.
+        for item, side, clear in zip(sample["methods"], (16, 8), (64, 64), strict=False):
+            with Image.open(drawn / FOLDER / item["image"]) as image:
                 pixels = np.asarray(image, int)
             cell = 448 // side
             patches = pixels.reshape(side, cell, side, cell, 3).transpose(0, 2, 1, 3, 4).reshape(-1, cell, cell, 3)
             frames = np.concatenate([patches[:, 0], patches[:, -1], patches[:, :, 0], patches[:, :, -1]], axis=1)
-            # Dark patches are outlined in white; of light ones, in blue, WebP leaves too little to measure, but what is
-            # dropped is dark inside.
+            # Dark patches are outlined in white. Light patches are outlined in blue, which WebP blurs, but dropped
+            # patches are dark inside.
             white = np.median(frames.min(-1), 1) > 140
             inside = patches[:, cell // 4 : -cell // 4, cell // 4 : -cell // 4].max(-1).reshape(len(patches), -1)
             outlined = (white | (np.median(inside, 1) > 100)).sum()
-            assert outlined == pytest.approx(clear, abs=6)  # WebP's losses
+            assert outlined == pytest.approx(clear, abs=6)  # tolerance for WebP's compression
     assert sum(file.stat().st_size for file in (drawn / FOLDER).iterdir()) < 300_000
     page = make_page(read_runs([drawn]))
-    assert page == (drawn.parent / "page.html").read_text()  # `bench --html` and `report --html` say the same
+    assert page == (drawn.parent / "page.html").read_text()  # `bench --html` and `report --html` write the same page
     assert page.count("data:image/webp;base64,") == 8
     assert (
         "What pool keeps of the image" in page
@@ -156,35 +157,35 @@ def test_a_finished_run_draws_nothing_again(run: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(drawing, "_draw", never)
     call(*RUN, "--run", run, "--samples", 2)
-    call(*RUN, "--run", run, "--samples", 0)  # nothing more is drawn, nothing is taken away
+    call(*RUN, "--run", run, "--samples", 0)  # draws no more samples, and deletes none
     assert before == {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in (run / FOLDER).iterdir()}
 
 
-def test_what_a_kill_left_out_is_drawn_and_what_is_not_shown_goes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+def test_missing_drawings_are_added_and_unused_drawings_deleted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn_questions = []
 
     def counted(folder: Path, subject: Any, question: Any, entry: Any, *rest: Any) -> None:
-        made.append(entry.get("question"))
+        drawn_questions.append(entry.get("question"))
         entry |= dict(tokens=1, kept=1, image=rest[-1], note="")
         (folder / rest[-1]).touch()
 
     monkeypatch.setattr(drawing, "_draw", counted)
-    first, second = (one["question"] for one in json.loads((run / FOLDER / FILE).read_text())["samples"])
+    first, second = (sample["question"] for sample in json.loads((run / FOLDER / FILE).read_text())["samples"])
     (run / FOLDER / f"{second}-2.webp").unlink()
     call(*RUN, "--run", run, "--samples", 2)
-    assert [one for one in made if one is not None] == [second] and len(made) == 4
-    other = next(number for number in range(8) if number not in (first, second))
-    made.clear()
+    assert [question for question in drawn_questions if question is not None] == [second] and len(drawn_questions) == 4
+    other = next(index for index in range(8) if index not in (first, second))
+    drawn_questions.clear()
     call(*RUN, "--run", run, "--sample", f"{other},{first}")
-    assert [one for one in made if one is not None] == [other]
+    assert [question for question in drawn_questions if question is not None] == [other]
     data = json.loads((run / FOLDER / FILE).read_text())
-    assert [one["question"] for one in data["samples"]] == [other, first] and data["how"] == "chosen with --sample"
+    assert [drawn["question"] for drawn in data["samples"]] == [other, first] and data["how"] == "chosen with --sample"
     assert {file.name.split("-")[0] for file in (run / FOLDER).glob("*.webp")} == {str(other), str(first)}
     for damage in ("{", "[]", '{"schema": 0}', '{"schema": 1, "keep": 0.25, "samples": [3, {"methods": [1]}]}'):
-        made.clear()
+        drawn_questions.clear()
         (run / FOLDER / FILE).write_text(damage)
         call(*RUN, "--run", run, "--sample", first)
-        assert len(made) == 4
+        assert len(drawn_questions) == 4
 
 
 def test_a_folder_that_cannot_be_written_is_named(run: Path) -> None:
@@ -193,15 +194,16 @@ def test_a_folder_that_cannot_be_written_is_named(run: Path) -> None:
     assert "Cannot write" in refused(*RUN, "--run", run)
 
 
-# -- videos, several images, and what cannot be drawn
+# -- videos, several images, and methods without a drawing
 
 
-def sampled(tmp_path: Path, subject: Any, question: Any, *methods: str) -> list[dict[str, Any]]:
-    """Draw one question, and return the entry of the unpatched model and those of the methods."""
+def draw_question(tmp_path: Path, subject: Any, question: Any, *methods: str) -> list[dict[str, Any]]:
+    """Draw one question, and return the entries of the unpatched model and the methods."""
     records = [dict(record="header", kind_of_question="0")]
-    records += [told(name, 0.5, "1", seeds=None) for name in ("unpatched", *methods)]
+    records += [build_record(name, 0.5, "1", seeds=None) for name in ("unpatched", *methods)]
     lines = [
-        dict(method=one["method"], keep=0.5, seed=None, question=0, prediction="p", score=1) for one in records[1:]
+        dict(method=record["method"], keep=0.5, seed=None, question=0, prediction="p", score=1)
+        for record in records[1:]
     ]
     (tmp_path / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     draw_samples(tmp_path, subject, [question], records, SampleRequest(1))
@@ -209,7 +211,7 @@ def sampled(tmp_path: Path, subject: Any, question: Any, *methods: str) -> list[
     return [sample, *sample["methods"]]
 
 
-def asked(**more: Any) -> SimpleNamespace:
+def build_question(**more: Any) -> SimpleNamespace:
     plain = dict(kind="all", question="?", answers=("a",), is_video=False, images=(), video=[])
     return SimpleNamespace(**plain | more)
 
@@ -221,30 +223,33 @@ def test_a_video_is_drawn_frame_by_frame_and_pixels_are_not(tmp_path: Path, buil
     subject = Video(build(FAMILIES["qwen2_vl"]), processor, "tiny")
     times, height, width = subject.video_inputs([], "")["video_grid_thw"][0].tolist()
     total = times * height * width // 4
-    question = asked(is_video=True, video=[flat(number) for number in range(2 * times)])
-    whole, divprune, pixels, chooser = sampled(tmp_path, subject, question, "divprune", "downsample", "view_select")
-    assert (whole["tokens"], divprune["kept"]) == (total, round(total / 2))
-    for one in (whole, divprune):  # two frames are one for the model, and the unpatched one is drawn as it has them
-        with Image.open(tmp_path / FOLDER / one["image"]) as image:
+    question = build_question(is_video=True, video=[flat(index) for index in range(2 * times)])
+    unpruned, divprune, pixels, chooser = draw_question(
+        tmp_path, subject, question, "divprune", "downsample", "view_select"
+    )
+    assert (unpruned["tokens"], divprune["kept"]) == (total, round(total / 2))
+    # The model joins two frames, and the drawing of the unpatched model has its grid.
+    for item in (unpruned, divprune):
+        with Image.open(tmp_path / FOLDER / item["image"]) as image:
             assert image.size == (times * drawing.FRAME_SIDE + 6 * (times - 1), drawing.FRAME_SIDE)
     assert pixels["image"] is None and "pixels of the video" in pixels["note"]
     assert chooser["image"] is None and "selects between images, so it cannot be drawn" in chooser["note"]
 
 
 def test_every_drawing_of_a_question_has_the_same_size(tmp_path: Path) -> None:
-    """Also where a method leaves the model another grid: of 5 x 3 tokens, and of what is left of them."""
+    """Also if a method changes the grid: 5 x 3 tokens and the kept tokens."""
     from processors import photo
     from tokenprune_bench.profiling.model import load_model
 
-    question = asked(images=(photo(280, 170, 0),), question="is there a star?")
+    question = build_question(images=(photo(280, 170, 0),), question="is there a star?")
     methods = ("downsample", "divprune", "pool")
-    drawn = sampled(tmp_path, load_model("demo_qwen", device="cpu"), question, *methods)
+    entries = draw_question(tmp_path, load_model("demo_qwen", device="cpu"), question, *methods)
     sizes = []
-    for one in drawn:
-        with Image.open(tmp_path / FOLDER / one["image"]) as image:
+    for item in entries:
+        with Image.open(tmp_path / FOLDER / item["image"]) as image:
             sizes.append(image.size)
     assert sizes == [(drawing.SIDE * 17 // 28, drawing.SIDE)] * 4
-    assert len({drawn[0]["tokens"], *(one["kept"] for one in drawn[1:])}) > 1
+    assert len({entries[0]["tokens"], *(item["kept"] for item in entries[1:])}) > 1
 
 
 def test_several_images_are_drawn_side_by_side(tmp_path: Path) -> None:
@@ -252,15 +257,15 @@ def test_several_images_are_drawn_side_by_side(tmp_path: Path) -> None:
     from tokenprune_bench.profiling.model import Model
 
     images = (photo(90, 120, 0), photo(90, 120, 1))
-    question = asked(images=images, question="is there a star?")
-    whole, pool = sampled(tmp_path, Model(demo_model(), llava(), "shipped"), question, "pool")
-    assert (whole["tokens"], pool["kept"]) == (512, 256)
+    question = build_question(images=images, question="is there a star?")
+    unpruned, pool = draw_question(tmp_path, Model(demo_model(), llava(), "shipped"), question, "pool")
+    assert (unpruned["tokens"], pool["kept"]) == (512, 256)
     with Image.open(tmp_path / FOLDER / pool["image"]) as image:
         assert image.size == (2 * drawing.FRAME_SIDE + 6, drawing.FRAME_SIDE)
-    assert images[0].size == (120, 90)  # the run's own images are left as they are
+    assert images[0].size == (120, 90)  # the images of the run are not changed
 
 
-def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from processors import demo_model, llava, photo
     from tokenprune_bench.profiling.model import Model
 
@@ -269,10 +274,12 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Image.Image, "save", full)
     with pytest.raises(RunError, match="No space left on device"):
-        sampled(tmp_path, Model(demo_model(), llava(), "shipped"), asked(images=(photo(64, 64, 0),)), "pool")
+        draw_question(
+            tmp_path, Model(demo_model(), llava(), "shipped"), build_question(images=(photo(64, 64, 0),)), "pool"
+        )
 
 
-# -- folders that are damaged, or not ours
+# -- damaged and foreign folders
 
 
 def entry(**more: Any) -> dict[str, Any]:
@@ -330,7 +337,7 @@ def test_a_png_by_the_name_of_a_webp_is_not_embedded(tmp_path: Path) -> None:
         (dict(samples=[dict(entry(), question=1)]), "damaged"),
     ],
 )
-def test_damaged_samples_are_said_and_the_page_is_made(changes: dict, message: str, tmp_path: Path) -> None:
+def test_damaged_samples_are_reported_on_the_page(changes: dict, message: str, tmp_path: Path) -> None:
     folder(tmp_path, **changes)
     write_run(tmp_path / "results.jsonl")
     assert message in read_samples(tmp_path).missing

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report warns of, and the runs that it reads."""
+"""Test the warnings of the report, and the runs that it reads."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from tokenprune_bench.report.runs import Run, read_runs
 from tokenprune_demo.drawn_sets import draw_set
 
 
-def codes(*records: dict[str, Any], **changes: Any) -> list[str]:
-    made = results.summarise([header(**changes), BASE, *records])
-    return [one.code for one in warnings.find_warnings(made)]
+def list_codes(*records: dict[str, Any], **changes: Any) -> list[str]:
+    summary = results.summarise([header(**changes), BASE, *records])
+    return [warning.code for warning in warnings.find_warnings(summary)]
 
 
-def one_warning(code: str, *records: dict[str, Any], **changes: Any) -> warnings.RunWarning:
-    made = results.summarise([header(**changes), BASE, *records])
-    return next(one for one in warnings.find_warnings(made) if one.code == code)
+def get_warning(code: str, *records: dict[str, Any], **changes: Any) -> warnings.RunWarning:
+    summary = results.summarise([header(**changes), BASE, *records])
+    return next(warning for warning in warnings.find_warnings(summary) if warning.code == code)
 
 
 def write_run(path: Path, *records: dict[str, Any], **changes: Any) -> Path:
-    path.write_text("".join(json.dumps(one) + "\n" for one in (header(**changes), BASE, *(records or (*RIVALS, GOOD)))))
+    path.write_text(
+        "".join(json.dumps(record) + "\n" for record in (header(**changes), BASE, *(records or (*RIVALS, GOOD))))
+    )
     return path
 
 
@@ -40,49 +42,50 @@ def write_run(path: Path, *records: dict[str, Any], **changes: Any) -> Path:
 
 
 def test_a_clean_run_has_no_warnings_and_baselines_are_not_warned_of() -> None:
-    assert codes(*RIVALS, GOOD) == []  # random and downsample lose both kinds, and may
+    assert list_codes(*RIVALS, GOOD) == []  # random and downsample may lose both kinds
 
 
 def test_worse_and_not_better_are_told_apart() -> None:
     worse, equal = result("worse", 0.25, 40, 60), result("equal", 0.25, 60, 60)
-    found = one_warning("worse-than-random", *RIVALS, worse, equal)
-    assert len(found.items) == 1 and found.items[0].startswith("worse at 0.25: -10.0 points [-")
-    assert found.level is warnings.Level.BAD and "random tokens get a higher" in found.text
-    assert one_warning("not-better-than-random", *RIVALS, worse, equal).items == ("equal at 0.25",)
-    # 50 % against downsample's 50 %: not better, and not worse either
-    assert one_warning("not-better-than-downsample", *RIVALS, worse).items == ("worse at 0.25",)
-    assert "worse-than-downsample" in codes(*RIVALS, result("worst", 0.25, 40, 40))
-    assert "200 questions do not show" in one_warning("not-better-than-random", *RIVALS, equal).text
+    worse_than_random = get_warning("worse-than-random", *RIVALS, worse, equal)
+    assert len(worse_than_random.items) == 1 and worse_than_random.items[0].startswith("worse at 0.25: -10.0 points [-")
+    assert worse_than_random.level is warnings.Level.BAD and "random tokens get a higher" in worse_than_random.text
+    assert get_warning("not-better-than-random", *RIVALS, worse, equal).items == ("equal at 0.25",)
+    # 50 % equals downsample's 50 %: neither better nor worse.
+    assert get_warning("not-better-than-downsample", *RIVALS, worse).items == ("worse at 0.25",)
+    assert "worse-than-downsample" in list_codes(*RIVALS, result("worst", 0.25, 40, 40))
+    assert "200 questions do not show" in get_warning("not-better-than-random", *RIVALS, equal).text
 
 
-def test_without_a_baseline_that_is_said() -> None:
-    assert codes(RIVALS[0], GOOD) == ["no-downsample"]
-    assert codes(GOOD) == ["no-random", "no-downsample"]
+def test_missing_baselines_are_reported() -> None:
+    assert list_codes(RIVALS[0], GOOD) == ["no-downsample"]
+    assert list_codes(GOOD) == ["no-random", "no-downsample"]
 
 
 def test_lost_kinds_are_named_and_text_apart() -> None:
     lost = result("lost", 0.25, 79, 70), result("lost", 0.5, 80, 79)
-    found = one_warning("ocr-collapse", *RIVALS, *lost)
-    assert found.items == ("lost at 0.25: word 100 → 70 %", "lost at 0.5: word 100 → 79 %")
-    assert one_warning("collapse", *RIVALS, *lost).items == ("lost at 0.25: colour 100 → 79 %",)  # 80 is no collapse
+    text_collapse = get_warning("ocr-collapse", *RIVALS, *lost)
+    assert text_collapse.items == ("lost at 0.25: word 100 → 70 %", "lost at 0.5: word 100 → 79 %")
+    # 80 % does not count as a collapse.
+    assert get_warning("collapse", *RIVALS, *lost).items == ("lost at 0.25: colour 100 → 79 %",)
     reading = ("OCR", "digits", "scene_text", "doc-vqa")
     for kind in (*reading, "context", "keywords"):
-        found = codes(*RIVALS, lost[1], kinds=["colour", kind])
-        assert ("ocr-collapse" in found, "collapse" in found) == (kind in reading, kind not in reading), kind
+        codes = list_codes(*RIVALS, lost[1], kinds=["colour", kind])
+        assert ("ocr-collapse" in codes, "collapse" in codes) == (kind in reading, kind not in reading), kind
 
 
 def test_slow_and_busy_runs_are_named() -> None:
     def timed(ratio: float, load: float = 0.5) -> dict[str, Any]:
         return GOOD | dict(timing=timing(ratio, load))
 
-    assert codes(*RIVALS, timed(0.99)) == []
-    found = one_warning("not-faster", *RIVALS, timed(1.0))
-    assert found.items == ("good at 0.25: 1.00 × the unpatched time",)
-    assert codes(*RIVALS, timed(0.5, load=2.4)) == []
-    assert "2.6 on 2 cores" in one_warning("busy", *RIVALS, timed(0.5, load=2.6)).text
-    # Of times that are not to be relied on nothing is concluded.
-    assert codes(*RIVALS, timed(1.2, load=2.6)) == ["busy"]
-    assert codes(*RIVALS, GOOD | dict(timing=dict(repeats=1, rows=1, load=None, other=1))) == []
+    assert list_codes(*RIVALS, timed(0.99)) == []
+    not_faster = get_warning("not-faster", *RIVALS, timed(1.0))
+    assert not_faster.items == ("good at 0.25: 1.00 × the unpatched time",)
+    assert list_codes(*RIVALS, timed(0.5, load=2.4)) == []
+    assert "2.6 on 2 cores" in get_warning("busy", *RIVALS, timed(0.5, load=2.6)).text
+    # Unreliable times lead to no other warning.
+    assert list_codes(*RIVALS, timed(1.2, load=2.6)) == ["busy"]
+    assert list_codes(*RIVALS, GOOD | dict(timing=dict(repeats=1, rows=1, load=None, other=1))) == []
 
 
 def test_few_questions_are_named() -> None:
@@ -90,29 +93,31 @@ def test_few_questions_are_named() -> None:
         return record | dict(right=[record["right"][0][:20]], questions=20)
 
     records = [header(kind_of_question="01" * 8 + "0" * 4), short(BASE), *map(short, RIVALS), short(GOOD)]
-    (found,) = (one for one in warnings.find_warnings(results.summarise(records)) if one.code == "few-questions")
-    assert found.title == "Only 20 questions" and "the smallest kind has 8 questions" in found.text
+    (few_questions,) = (
+        warning for warning in warnings.find_warnings(results.summarise(records)) if warning.code == "few-questions"
+    )
+    assert few_questions.title == "Only 20 questions" and "the smallest kind has 8 questions" in few_questions.text
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_results_are_named() -> None:
     skipped = [dict(record="skipped", method="odd", keep=keep, reason="it cannot") for keep in (0.5, 0.25)]
-    assert one_warning("skipped-methods", *RIVALS, GOOD, *skipped).items == ("odd at 0.5, 0.25: it cannot",)
+    assert get_warning("skipped-methods", *RIVALS, GOOD, *skipped).items == ("odd at 0.5, 0.25: it cannot",)
     data = dict(name="mine", questions=QUESTIONS, digest="d", skipped=["line 3: no question", "line 9: bad"])
-    found = one_warning("skipped-rows", *RIVALS, GOOD, data=data)
-    assert found.title == "2 rows left out" and found.items == ("line 3: no question", "line 9: bad")
+    skipped_rows = get_warning("skipped-rows", *RIVALS, GOOD, data=data)
+    assert skipped_rows.title == "2 rows left out" and skipped_rows.items == ("line 3: no question", "line 9: bad")
     plan = dict(seeds=[0], methods=["random", "downsample", "good"], keeps=[0.25])
-    assert codes(*RIVALS, GOOD, plan=plan) == []
-    assert "3 of 4 results" in one_warning("unfinished", *RIVALS, plan=plan).text
+    assert list_codes(*RIVALS, GOOD, plan=plan) == []
+    assert "3 of 4 results" in get_warning("unfinished", *RIVALS, plan=plan).text
 
 
-def test_the_page_says_of_a_shipped_model_what_the_command_says() -> None:
+def test_the_page_and_the_command_warn_about_shipped_models() -> None:
     shipped = {"model": "demo_vlm (shipped)", "weights": "abc"}
-    said = "demo_vlm (shipped) was trained only on synthetic scenes: do not compare methods on other images with it"
+    message = "demo_vlm (shipped) was trained only on synthetic scenes: do not compare methods on other images with it"
     for name, weights in (("photos.jsonl", "abc"), ("photos.jsonl", None), (f"{results.DRAWN_PREFIX}documents", "abc")):
         run = made("", environment=shipped | {"weights": weights}, data={"name": name, "skipped": []})
         known = name != "photos.jsonl" or weights is None
-        assert (said in make_page([run])) is not known
-        assert any(said in line for line in warnings.format_warnings(run.results)) is not known
+        assert (message in make_page([run])) is not known
+        assert any(message in line for line in warnings.format_warnings(run.results)) is not known
     assert "photos and pages with drawn objects" in describe_known_images("demo_smol (shipped)")
     assert draw_set("documents", 1).about()["name"].startswith(results.DRAWN_PREFIX)
 
@@ -125,15 +130,17 @@ def test_a_page_without_a_winner_shows_no_card_of_one() -> None:
 
 
 def test_the_worst_comes_first_and_lines_are_short() -> None:
-    many = [result(f"m{number}", 0.25, 30, 30) | dict(timing=timing(1.2, 9)) for number in range(6)]
+    many = [result(f"m{index}", 0.25, 30, 30) | dict(timing=timing(1.2, 9)) for index in range(6)]
     records = [header(), BASE, *RIVALS, *many, dict(record="skipped", method="odd", keep=1, reason="no")]
-    made = results.summarise(records)
-    found = warnings.find_warnings(made)
-    assert [one.level for one in found] == sorted(one.level for one in found)
-    assert {"worse-than-random", "ocr-collapse", "busy", "skipped-methods"} <= {one.code for one in found}
-    lines = warnings.format_warnings(made)
+    summary = results.summarise(records)
+    found_warnings = warnings.find_warnings(summary)
+    assert [warning.level for warning in found_warnings] == sorted(warning.level for warning in found_warnings)
+    assert {"worse-than-random", "ocr-collapse", "busy", "skipped-methods"} <= {
+        warning.code for warning in found_warnings
+    }
+    lines = warnings.format_warnings(summary)
     assert lines[0].startswith("Worse than `random`: m0 at 0.25: -30.0 points") and lines[0].endswith("; and 2 more")
-    assert not [line for line in lines if "busy" in line or "left out" in line]  # the tables say these
+    assert not [line for line in lines if "busy" in line or "left out" in line]  # the tables show these
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -164,7 +171,7 @@ def test_a_run_cannot_be_named_twice(tmp_path: Path) -> None:
         (json.dumps(header()) + "\n" + json.dumps(BASE | dict(extra=float("nan"))), "is damaged"),
     ],
 )
-def test_what_cannot_be_read_is_named(text: str | None, message: str, tmp_path: Path) -> None:
+def test_unreadable_runs_are_named(text: str | None, message: str, tmp_path: Path) -> None:
     good, bad = write_run(tmp_path / "good.jsonl"), tmp_path / "bad.jsonl"
     if text is not None:
         bad.write_text(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sheet that `tokenprune show` writes: its size, its captions, the crop it names; and the GIF."""
+"""Test the sheet that `tokenprune show` writes: its size, its captions and its crop; and the GIF."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokenprune_bench.show import animation, draw, layout, side_by_side
 from tokenprune_bench.show.layout import Panel
 
 LONG = "divprune+dart:pivot_text=0,layer=3+fastv:layer=5, keep 0.5 each, 12.5 % in all"
-PHONE = 800  # pixels to which a phone scales a sheet
+PHONE = 800  # width of a sheet on a phone, in pixels
 ABOUT = "1534 to 384 visual tokens, 672 on average over the layers", "answer: bottom-right"
 COUNTS = (1, 3, 6)
 
@@ -31,8 +31,8 @@ def subject() -> Model:
     return load_model("demo_vlm", device="cpu")
 
 
-def panels(number: int, ratio: float, frames: int = 1) -> list[Panel]:
-    """Grey panels whose frames are `ratio` times as high as wide, under a long and a short title."""
+def build_panels(count: int, ratio: float, frames: int = 1) -> list[Panel]:
+    """Return grey panels whose frames have height = `ratio` x width, with long and short titles."""
 
     def frames_at(width: int) -> list[Image.Image]:
         return [Image.new("RGB", (width, round(width * ratio)), "grey")] * frames
@@ -40,22 +40,22 @@ def panels(number: int, ratio: float, frames: int = 1) -> list[Panel]:
     titles = itertools.cycle(("unpatched", LONG, "dart, keep 0.25"))
     return [
         Panel(frames_at(300)[0], title, ABOUT, frames=frames, ratio=ratio, draw=frames_at)
-        for title, _ in zip(titles, range(1 + number), strict=False)
+        for title, _ in zip(titles, range(1 + count), strict=False)
     ]
 
 
-def rows_of(found: list[Panel], across: int) -> list[list[Panel]]:
-    return [found[start : start + across] for start in range(0, len(found), across)]
+def split_rows(panels: list[Panel], across: int) -> list[list[Panel]]:
+    return [panels[start : start + across] for start in range(0, len(panels), across)]
 
 
 # -- size
 
 
-@each("number", COUNTS)
+@each("num_methods", COUNTS)
 @each("ratio", [0.3, 0.66, 1.0, 2.2, 5.0])
-def test_a_sheet_has_the_size_of_a_chat(number: int, ratio: float) -> None:
-    found = panels(number, ratio)
-    rows = rows_of(found, layout.columns(1 + number, ratio))
+def test_a_sheet_has_the_size_of_a_chat(num_methods: int, ratio: float) -> None:
+    drawn_panels = build_panels(num_methods, ratio)
+    rows = split_rows(drawn_panels, layout.columns(1 + num_methods, ratio))
     image = layout.sheet(("model", "Q: what is shown?"), rows)
     assert image.width <= 1600 and (image.width >= 1200 or ratio > 2)
     assert image.height <= 3 * image.width
@@ -66,26 +66,26 @@ def test_a_sheet_has_the_size_of_a_chat(number: int, ratio: float) -> None:
 
 
 def test_drawings_of_a_sheet_have_one_scale() -> None:
-    image = np.asarray(layout.sheet(("m",), rows_of(panels(3, 0.66), 2)))
+    image = np.asarray(layout.sheet(("m",), split_rows(build_panels(3, 0.66), 2)))
     edges = (image == 0x90).all(-1)  # the outline of each drawing
     widths = {int(line.sum()) for line in edges if line.sum() > 100}
-    assert len(widths) == 1 and 2 * 600 < widths.pop() < layout.WIDTH  # two of the same width in every line
+    assert len(widths) == 1 and 2 * 600 < widths.pop() < layout.WIDTH  # two drawings of equal width in every line
 
 
 def test_a_video_fills_the_sheet_and_goes_on_below() -> None:
     for frames, across in ((2, 2), (4, 4), (7, 7), (8, 8), (20, 7)):
-        found = panels(3, 0.6, frames)
-        image = np.asarray(layout.sheet(("m",), [[one] for one in found]))
+        drawn_panels = build_panels(3, 0.6, frames)
+        image = np.asarray(layout.sheet(("m",), [[panel] for panel in drawn_panels]))
         assert image.shape[1] == layout.WIDTH
         grey = (image == 128).all(-1)
         line = grey[np.flatnonzero(grey.any(1))[0]]
         assert int((np.diff(line.astype(int)) == 1).sum()) == across
-    few = layout.sheet(("m",), [[one] for one in panels(1, 0.6, 8)])
-    assert few.height > 0.4 * few.width  # of one method larger frames, in two lines
+    few = layout.sheet(("m",), [[panel] for panel in build_panels(1, 0.6, 8)])
+    assert few.height > 0.4 * few.width  # a single method has larger frames in two lines
 
 
 def test_lines_are_even_and_rarely_have_gaps() -> None:
-    assert [layout.columns(1 + number, 1.0) for number in (1, 2, 3, 5, 6, 8)] == [2, 3, 2, 3, 4, 3]
+    assert [layout.columns(1 + num_methods, 1.0) for num_methods in (1, 2, 3, 5, 6, 8)] == [2, 3, 2, 3, 4, 3]
     assert layout.columns(4, 2.2) == 4 and layout.columns(4, 0.2) == 1
 
 
@@ -94,7 +94,7 @@ def test_lines_are_even_and_rarely_have_gaps() -> None:
 
 @each("width", [200, 300, 345, 460, 700])
 @each("text", [LONG, *ABOUT, "tome+divprune+fastv:layer=3, keep 0.25", "one", "", "x" * 90])
-def test_captions_fit_and_leave_no_word_alone(text: str, width: int) -> None:
+def test_captions_fit_without_short_last_lines(text: str, width: int) -> None:
     font = ImageFont.load_default(layout.letters(layout.WIDTH))
     lines = layout.wrapped(text, font, width)
     assert max(map(font.getlength, lines)) <= width
@@ -109,7 +109,7 @@ def test_an_answer_that_does_not_end_is_cut() -> None:
     assert len(lines) <= 5 and lines[-1].endswith(" ...") and max(map(font.getlength, lines)) <= 300
 
 
-def test_an_empty_answer_is_said(subject: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_answer_is_shown_as_nothing(subject: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "generate", lambda self, inputs, **options: self.model(**inputs) and [""])
     shown = side_by_side.show(subject, [photo(64, 64, 0)], "?", [Setting.from_text("uniform", 0.25)])
     assert [panel.lines[-1] for panel in shown.panels] == ["answer: (nothing)"] * 2
@@ -124,7 +124,8 @@ def test_the_crop_is_named_and_drawn(subject: Model) -> None:
     assert any(line.startswith(draw.CROPS) for line in shown.caption)
     assert shown.cropped is not None and shown.cropped.size == (280, 140)
     pixels = np.asarray(shown.cropped, int)
-    assert pixels[70, 140].tolist() == [90, 120, 200] and pixels[70, 20].max() < 120  # what is not seen is dark
+    # Pixels outside of the crop are dark.
+    assert pixels[70, 140].tolist() == [90, 120, 200] and pixels[70, 20].max() < 120
     outline = np.flatnonzero((pixels[70] == draw._BOX).all(-1))
     assert outline.min() == pytest.approx(70, abs=6) and outline.max() == pytest.approx(210, abs=6)
     orange = (np.asarray(shown.image(), int)[:260] == draw._BOX).all(-1)
@@ -139,39 +140,41 @@ def test_the_crop_is_named_and_drawn(subject: Model) -> None:
 def build_stills(path: Path) -> list[np.ndarray]:
     with Image.open(path) as image:
         assert image.format == "GIF" and image.info["loop"] == 0
-        return [np.asarray(one.convert("RGB"), int) for one in ImageSequence.Iterator(image)]
+        return [np.asarray(frame.convert("RGB"), int) for frame in ImageSequence.Iterator(image)]
 
 
 def test_a_gif_over_keep(tmp_path: Path) -> None:
     white, out = tmp_path / "white.png", tmp_path / "keep.gif"
     Image.new("RGB", (224, 224), "white").save(white)
-    said = call("show", white, "--methods", "uniform,divprune", "--gif", "keep", "--keep", "1.0,0.5,0.1", "--out", out)
-    found = build_stills(out)
-    assert len(found) == 3 and {one.shape[1] for one in found} == {layout.ANIMATED}
-    dark = [int((one.max(-1) < 128).sum()) for one in found]
+    result = call(
+        "show", white, "--methods", "uniform,divprune", "--gif", "keep", "--keep", "1.0,0.5,0.1", "--out", out
+    )
+    stills = build_stills(out)
+    assert len(stills) == 3 and {still.shape[1] for still in stills} == {layout.ANIMATED}
+    dark = [int((still.max(-1) < 128).sum()) for still in stills]
     assert dark[0] < dark[1] < dark[2]
-    assert "uniform, keep 1 " in said.stdout and "divprune, keep 0.1 " in said.stdout and str(out) in said.stdout
-    assert len({one.shape for one in found}) == 1
+    assert "uniform, keep 1 " in result.stdout and "divprune, keep 0.1 " in result.stdout and str(out) in result.stdout
+    assert len({still.shape for still in stills}) == 1
 
 
 def test_a_gif_over_the_frames_of_a_video(tmp_path: Path) -> None:
     colors, out = [(220, 30, 30), (30, 200, 30), (30, 30, 220)], tmp_path / "frames.GIF"
-    for number, color in enumerate(colors):
-        Image.new("RGB", (64, 64), color).save(tmp_path / f"{number}.png")
+    for index, color in enumerate(colors):
+        Image.new("RGB", (64, 64), color).save(tmp_path / f"{index}.png")
     folder = tmp_path / "video"
     folder.mkdir()
-    for number in range(3):
-        (tmp_path / f"{number}.png").rename(folder / f"{number}.png")
+    for index in range(3):
+        (tmp_path / f"{index}.png").rename(folder / f"{index}.png")
     call("show", folder, "--methods", "uniform", "--gif", "frames", "--out", out)
-    found = build_stills(out)
-    assert len(found) == 3
-    for color, image in zip(colors, found, strict=True):
-        near = [int((np.abs(image - one).sum(-1) < 30).sum()) for one in colors]
-        assert int(np.argmax(near)) == colors.index(color) and sorted(near)[-2] == 0
+    stills = build_stills(out)
+    assert len(stills) == 3
+    for color, image in zip(colors, stills, strict=True):
+        counts = [int((np.abs(image - expected_color).sum(-1) < 30).sum()) for expected_color in colors]
+        assert int(np.argmax(counts)) == colors.index(color) and sorted(counts)[-2] == 0
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, message",
     [
         (("--gif", "size"), "Pass keep (an image per keep) or frames"),
         (("--gif", "frames"), "needs a video or several images"),
@@ -182,8 +185,8 @@ def test_a_gif_over_the_frames_of_a_video(tmp_path: Path) -> None:
         (("--gif", "keep", "--out", "a.png"), "a name that ends in .gif"),
     ],
 )
-def test_what_makes_no_sense_is_said_before_a_model_is_loaded(
-    arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_options_are_refused_before_a_model_is_loaded(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("loaded")
@@ -191,7 +194,7 @@ def test_what_makes_no_sense_is_said_before_a_model_is_loaded(
     monkeypatch.setattr("tokenprune_bench.cli.show.load_model", never)
     image = tmp_path / "image.png"
     photo(40, 40, 0).save(image)
-    assert said in refused("show", image, *arguments)
+    assert message in refused("show", image, *arguments)
     assert not list(tmp_path.glob("*.gif"))
 
 
@@ -209,6 +212,6 @@ def test_a_video_of_one_frame_does_not_move(subject: Model) -> None:
             animation.build_stills(shown, kind, 1)
 
 
-def test_a_gif_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_gif_that_cannot_be_written_raises(tmp_path: Path) -> None:
     with pytest.raises(TokenPruneError, match="Cannot write"):
         animation.save([Image.new("RGB", (4, 4))] * 2, tmp_path / "none" / "a.gif")

@@ -20,14 +20,15 @@ FOLDERS = ("dev", *(f"{EXPERIMENTS}/{folder}" for folder in ("training/smol", "s
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Callable[[str], Any]]:
-    """script(name): a file of `FOLDERS` as a module. The next test file imports it again."""
+    """Return a function that imports a file of `FOLDERS` as a module. The next test file imports it again."""
     threads, before = torch.get_num_threads(), set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         for folder in FOLDERS:
             patch.syspath_prepend(str(ROOT / folder))
         yield importlib.import_module
     torch.set_num_threads(threads)
-    for name in set(sys.modules) - before:  # no other test may get a module called `common` or `rows`
+    # Remove generic names such as `common` and `rows`, which other tests may import.
+    for name in set(sys.modules) - before:
         file = str(getattr(sys.modules[name], "__file__", ""))
         if file.startswith((str(ROOT / "benchmarks/experiments"), str(ROOT / "dev"))):
             del sys.modules[name]
@@ -40,14 +41,14 @@ def house(script: Any) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def papers(script: Any) -> Any:
-    """The script, as a module, and the modules that it is made of."""
+    """Return the script and its modules."""
     names = ("published", "settings", "sets", "outcomes", "tables", "counts")
     return SimpleNamespace(script=script("papers_table"), **{name: script(f"papers.{name}") for name in names})
 
 
 @pytest.fixture
 def call(papers: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., tuple[int, str, str]]:
-    """call(*arguments): exit code, output and errors of the script."""
+    """Return a function that runs the script with arguments and returns its exit code, output and errors."""
     monkeypatch.setenv("COLUMNS", "1000")
 
     def run(*arguments: Any) -> tuple[int, str, str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/experiments/all_methods.py: all methods at equal cost, row by row, and the page made of them."""
+"""Test benchmarks/experiments/all_methods.py: all methods at equal cost, its rows and its page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def script(script: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def call(script: Any) -> Callable[..., int]:
-    """call(*arguments): exit code of the script."""
+    """Return a function that runs the script with arguments and returns its exit code."""
 
     def run(*arguments: Any) -> int:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
@@ -49,35 +49,39 @@ def rows(call: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> 
     return path
 
 
-def test_each_row_says_what_was_asked_and_what_it_cost(rows: Path) -> None:
+def test_each_row_has_its_setting_and_its_cost(rows: Path) -> None:
     header, unpatched, *others = read_records(rows)
     assert header["plan"]["equal_cost"] and unpatched["method"] == "unpatched"
-    assert [(one["method"], one["keep"], one["record"]) for one in others] == [
+    assert [(record["method"], record["keep"], record["record"]) for record in others] == [
         ("random", 0.5, "result"), ("random", 0.25, "result"), ("downsample", 0.5, "result"),
         ("downsample", 0.25, "result"), ("fastv", 0.5, "result"), ("fastv", 0.25, "skipped"),
         ("dynres", 0.5, "skipped"), ("dynres", 0.25, "skipped"),
     ]  # fmt: skip
-    for one in (unpatched, *others):
-        if one["record"] == "result":
-            right = "".join(one["right"])
-            assert one["accuracy"] == right.count("1") / len(right) == sum(one["correct"].values()) / len(right)
-            low, high = one["interval"]
-            assert low <= one["accuracy"] <= high and one["load"] >= 0
+    for record in (unpatched, *others):
+        if record["record"] == "result":
+            right = "".join(record["right"])
+            assert record["accuracy"] == right.count("1") / len(right) == sum(record["correct"].values()) / len(right)
+            low, high = record["interval"]
+            assert low <= record["accuracy"] <= high and record["load"] >= 0
     fastv = others[4]
     assert fastv["setting"] == {"method": "fastv", "keep": {"average_share": 0.5}}
     assert fastv["stats"]["visual_tokens_average"] == 8 * 128
 
 
-def test_what_is_there_is_not_asked_again(
+def test_existing_rows_are_not_measured_again(
     rows: Path, script: Any, call: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "more.jsonl"
-    path.write_bytes(rows.read_bytes() + b'{"record": "result", "meth')  # a run that was killed
-    asked = []
+    path.write_bytes(rows.read_bytes() + b'{"record": "result", "meth')  # an interrupted run
+    calls = []
     pass_of = script.Bench._pass
-    monkeypatch.setattr(script.Bench, "_pass", lambda self, one, *more: asked.append(one) or pass_of(self, one, *more))
+    monkeypatch.setattr(
+        script.Bench, "_pass", lambda self, one_pass, *more: calls.append(one_pass) or pass_of(self, one_pass, *more)
+    )
     assert call(*ASK, "--methods", "fastv,divprune", "--out", path) == 0
-    assert [(one.method, one.keep) for one in asked] == [("unpatched", 1.0), ("divprune", 0.5), ("divprune", 0.25)]
+    assert [(one_pass.method, one_pass.keep) for one_pass in calls] == [
+        ("unpatched", 1.0), ("divprune", 0.5), ("divprune", 0.25)
+    ]  # fmt: skip
     lines = path.read_text().splitlines()
     assert lines[:-2] == rows.read_text().splitlines()
     assert [json.loads(line)["method"] for line in lines[-2:]] == ["divprune"] * 2
@@ -98,7 +102,7 @@ def test_rows_of_another_dtype_are_not_mixed(rows: Path, script: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ["--model", "llava"],
@@ -109,52 +113,53 @@ def test_rows_of_another_dtype_are_not_mixed(rows: Path, script: Any) -> None:
         (["--targets", "1.5"], "keep=1.5 is not a valid share"),
     ],
 )
-def test_what_cannot_be_asked_is_said(
-    call: Callable[..., int], capsys: Any, tmp_path: Path, arguments: list[str], told: str
+def test_invalid_arguments_are_refused(
+    call: Callable[..., int], capsys: Any, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     assert call("ask", *arguments, "--out", tmp_path / "none.jsonl") == 2
-    assert told in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "none.jsonl").exists()
 
 
-def test_a_section_says_accuracy_rank_and_what_was_not_reached(rows: Path, script: Any) -> None:
+def test_a_section_has_accuracy_rank_and_unreached_targets(rows: Path, script: Any) -> None:
     text = script.section(rows)
-    (line,) = (one for one in text.splitlines() if one.startswith("| `fastv` | ") and "average_share" not in one)
-    accuracy = next(one for one in read_records(rows) if one.get("method") == "fastv")["accuracy"]
-    assert line.startswith(f"| `fastv` |  | {100 * accuracy:.1f} [")  # not reached at the smaller target
-    assert "- `dynres`: the number of tokens depends on the image's content" in text.splitlines()  # at both
+    (line,) = (row for row in text.splitlines() if row.startswith("| `fastv` | ") and "average_share" not in row)
+    accuracy = next(record for record in read_records(rows) if record.get("method") == "fastv")["accuracy"]
+    assert line.startswith(f"| `fastv` |  | {100 * accuracy:.1f} [")  # the smaller target is not reached
+    # dynres reaches neither target.
+    assert "- `dynres`: the number of tokens depends on the image's content" in text.splitlines()
     assert "- `fastv` at 25 %: cannot be reached by a cut at layer 2 of 6" in text.splitlines()
-    assert f"[{rows.name}]" in text  # where the settings stand
+    assert f"[{rows.name}]" in text  # the file with the settings
     assert "| method |" not in script.section(rows, with_table=False) and "Not reached" not in script.section(
         rows, False
     )
-    assert "Kendall" not in text  # one published method at 0.25 is no order
+    assert "Kendall" not in text  # only one method is published at 0.25, which gives no order
 
 
 def test_a_target_that_not_all_methods_were_asked_at_is_not_shown(rows: Path, script: Any) -> None:
     records = read_records(rows)
     assert script.finished_targets(records) == [0.25, 0.5]
-    fewer = [one for one in records if (one.get("method"), one.get("keep")) != ("dynres", 0.25)]
+    fewer = [record for record in records if (record.get("method"), record.get("keep")) != ("dynres", 0.25)]
     assert script.finished_targets(fewer) == [0.5]
 
 
 def test_every_nth_image_is_asked_about(call: Callable[..., int], tmp_path: Path, script: Any) -> None:
     path = tmp_path / "all_methods-spread.jsonl"
-    asked = ["ask", "--model", "demo_vlm", "--questions", 4, "--every", 3, "--targets", "0.5", "--methods", "uniform"]
-    assert call(*asked, "--dtype", "bfloat16", "--threads", 1, "--device", "cpu", "--out", path) == 0
+    flags = ["ask", "--model", "demo_vlm", "--questions", 4, "--every", 3, "--targets", "0.5", "--methods", "uniform"]
+    assert call(*flags, "--dtype", "bfloat16", "--threads", 1, "--device", "cpu", "--out", path) == 0
     header = read_records(path)[0]
     assert sorted(set(header["image_of_question"])) == [0, 3] and header["environment"]["dtype"] == "bfloat16"
     assert "--questions 4 --every 3 --dtype bfloat16`" in script.section(path)
 
 
 def test_marks_are_corrected_for_the_number_of_methods(script: Any) -> None:
-    """Eight wins and no loss are p = .004: enough for one method, not for the weakest of twenty."""
+    """Eight wins without a loss have p = .004: significant for one method, but not for the weakest of twenty."""
     answers = {("random", 0.25): "0" * 20, ("best", 0.25): "1" * 20, ("close", 0.25): "1" * 8 + "0" * 12}
     equal = {(f"m{n}", 0.25): "0" * 20 for n in range(20)}
 
-    def marks(some: dict) -> dict:
-        made = {key: SimpleNamespace(right=[right]) for key, right in some.items()}
-        return script.marks_at(SimpleNamespace(answers=made), [name for name, _ in some], 0.25)
+    def marks(selected: dict) -> dict:
+        results = {key: SimpleNamespace(right=[right]) for key, right in selected.items()}
+        return script.marks_at(SimpleNamespace(answers=results), [name for name, _ in selected], 0.25)
 
     assert marks(answers) == {"random": [], "best": [], "close": []}
     assert marks(answers | equal)["close"] == ["rnd"] and marks(answers | equal)["best"] == []
@@ -169,13 +174,13 @@ def test_the_page_and_the_methods_for_comparison_are_current(script: Any) -> Non
     assert script.written(text) == text and script.COMPARISON.read_text() == script.for_comparison(), advice
 
 
-def test_methods_for_comparison_are_the_ones_that_the_rows_say(script: Any) -> None:
-    named = load_comparison_methods()
-    assert named and not named.keys() & {one.method for one in load_advice().values()}
-    tried = {method.name for one in build_grid(keeps=[0.5]) for method in one.methods}
-    assert tried == set(tokenprune.available_methods()) - named.keys()
-    (asked,) = build_grid(["fastv"], [0.5])
-    assert "fastv" in named and [method.name for method in asked.methods] == ["fastv"]
+def test_methods_for_comparison_follow_from_the_rows(script: Any) -> None:
+    comparison_methods = load_comparison_methods()
+    assert comparison_methods and not comparison_methods.keys() & {advice.method for advice in load_advice().values()}
+    searched = {method.name for setting in build_grid(keeps=[0.5]) for method in setting.methods}
+    assert searched == set(tokenprune.available_methods()) - comparison_methods.keys()
+    (setting,) = build_grid(["fastv"], [0.5])
+    assert "fastv" in comparison_methods and [method.name for method in setting.methods] == ["fastv"]
 
 
 def test_a_method_that_beats_both_at_one_budget_is_not_for_comparison(
@@ -183,7 +188,7 @@ def test_a_method_that_beats_both_at_one_budget_is_not_for_comparison(
 ) -> None:
     marks = {"fastv": [["rnd", "uni"], ["uni"], ["rnd"]], "vscan": [["rnd", "uni"], ["down"], ["rnd", "uni"]]}
     rows = [SimpleNamespace(method="unpatched")] + [SimpleNamespace(method=name) for name in marks]
-    results = SimpleNamespace(rows=rows, answers={(name, place) for name in marks for place in range(3)})
+    results = SimpleNamespace(rows=rows, answers={(name, target_index) for name in marks for target_index in range(3)})
     monkeypatch.setattr(script, "MODELS", ("demo_smol",))
     monkeypatch.setattr(script, "read_records", lambda path: [])
     monkeypatch.setattr(script, "summarise", lambda records: results)

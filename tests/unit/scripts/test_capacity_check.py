@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/capacity.py without a server: what it calls an error, and the share of the peak that it says fits."""
+"""Test experiments/capacity.py without a server: its errors, and the share of peak compute that it fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT, COMPUTE = 20, 0.8
 
 @pytest.fixture(scope="module")
 def check(script: Any) -> Any:
-    pytest.importorskip("openai", reason="the script asks a server through openai")
+    pytest.importorskip("openai", reason="the script sends requests to a server with openai")
     return script("capacity")
 
 
@@ -34,23 +34,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_errors_are_of_what_was_measured(check: Any, folder: Path) -> None:
-    """A server that is as fast as the closed forms say at another share of the peak: this share fits, and the error is
-    that of the share which the command assumes."""
+def test_errors_compare_predictions_with_measurements(check: Any, folder: Path) -> None:
+    """Simulate a server as fast as the closed forms at another share of peak compute. The script must fit this share,
+    and compute errors for the share that the command assumes."""
     cpu, args = GPU("a core", 2**34, 1e10, 1e10, 1e10), argparse.Namespace(at_once=8, tokens=8)
-    found = {}
+    measured = {}
     for keep in check.KEEPS:
-        true = check.predicted(folder, cpu, keep, TEXT, args, compute=COMPUTE)
+        prediction = check.predicted(folder, cpu, keep, TEXT, args, compute=COMPUTE)
         prompt = round(576 * keep) + TEXT
-        assert true.prompt == prompt
-        rounds = [(1 / true.rate, prompt), (9.0, prompt), (0.01 / true.rate, prompt)]  # the median counts
-        found[keep, "answer"] = rounds
-        found[keep, "first token"] = [(2.0, prompt)] * 3
-    whole, quarter = check.compared(folder, cpu, found, "small", args)
-    for one in (whole, quarter):
-        assert one["compute_that_fits"] == pytest.approx(COMPUTE, abs=2e-3)
-        assert -0.55 < one["rate_error"] < -0.4, "half the share of the peak, and as much decoding"
-        assert one["first_token_error"] == pytest.approx(one["predicted_first_token"] / 2 - 1)
-    assert whole["prompt"] == 576 + TEXT and quarter["prompt"] == 144 + TEXT
-    assert whole["measured_gain"] == 1.0 < quarter["measured_gain"]
-    assert quarter["predicted_gain"] == pytest.approx(quarter["predicted_rate"] / whole["predicted_rate"])
+        assert prediction.prompt == prompt
+        # The script uses the median.
+        rounds = [(1 / prediction.rate, prompt), (9.0, prompt), (0.01 / prediction.rate, prompt)]
+        measured[keep, "answer"] = rounds
+        measured[keep, "first token"] = [(2.0, prompt)] * 3
+    unpruned, quarter = check.compared(folder, cpu, measured, "small", args)
+    for result in (unpruned, quarter):
+        assert result["compute_that_fits"] == pytest.approx(COMPUTE, abs=2e-3)
+        assert -0.55 < result["rate_error"] < -0.4, "prefill takes half of the predicted time, decoding the same"
+        assert result["first_token_error"] == pytest.approx(result["predicted_first_token"] / 2 - 1)
+    assert unpruned["prompt"] == 576 + TEXT and quarter["prompt"] == 144 + TEXT
+    assert unpruned["measured_gain"] == 1.0 < quarter["measured_gain"]
+    assert quarter["predicted_gain"] == pytest.approx(quarter["predicted_rate"] / unpruned["predicted_rate"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/capacity_errors.py: errors of `tokenprune capacity` on rows that its assumptions were not fitted to."""
+"""Test experiments/capacity_errors.py: errors of `tokenprune capacity` on rows outside of its fit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def script(script: Any) -> Any:
 
 
 def test_a_fit_finds_the_assumptions_that_made_the_rates(script: Any) -> None:
-    true = {"compute": 0.5, "tower": 0.4, "each": 0.004, "launch": 0.02}
+    assumptions = {"compute": 0.5, "tower": 0.4, "each": 0.004, "launch": 0.02}
     rows = tuple(
-        script.Row(row.server, row.keep, row.answer, row.predict(true).rate, row.first) for row in script.read_rows()
+        script.Row(row.server, row.keep, row.answer, row.predict(assumptions).rate, row.first)
+        for row in script.read_rows()
     )
     fitted = script.fit(rows)
     assert all(row.predict(fitted).rate == pytest.approx(row.rate, rel=0.01) for row in rows)
@@ -32,13 +33,13 @@ def test_a_row_that_is_left_out_does_not_change_its_own_prediction(
     changed = [script.Row(row.server, row.keep, row.answer, 9.0, 9.0) if index == 0 else row
                for index, row in enumerate(rows)]  # fmt: skip
     predictions = []
-    for some in (rows, changed):
-        monkeypatch.setattr(script, "read_rows", lambda: some)  # noqa: B023
+    for selected_rows in (rows, changed):
+        monkeypatch.setattr(script, "read_rows", lambda: selected_rows)  # noqa: B023
         errors = script.compute_errors()[0]
         for kind in ("row", "server_out"):
             rate, first = errors[kind]
-            predictions.append([(1 + rate) * some[0].rate, (1 + first) * some[0].first])
-    assert predictions[:2] == [pytest.approx(one) for one in predictions[2:]]
+            predictions.append([(1 + rate) * selected_rows[0].rate, (1 + first) * selected_rows[0].first])
+    assert predictions[:2] == [pytest.approx(values) for values in predictions[2:]]
 
 
 def test_the_page_has_the_errors_of_the_committed_rows(script: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CONTRIBUTING.md promises that a new method changes no file but its own. A copy of the checkout proves it."""
+"""Check the promise of CONTRIBUTING.md that a new method changes no other file, on a copy of the checkout."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ FILES = {
     "docs/methods/largest_norm.md": PAGE,
     "dev/news/largest_norm.md": NEWS,
 }
-# The tests that count, list or read every method, and the comparison of the new method with its loop.
+# Tests that count, list or read every method, and the comparison of the new method with its loop.
 TESTS = (
     "scripts/test_sizes.py", "scripts/test_house.py", "docs/test_length.py", "docs/test_site.py", "docs/test_words.py",
     "docs/test_figure_sites.py", "docs/test_docs.py", "methods/test_naive.py", "api/test_registry.py",
@@ -92,13 +92,13 @@ def test_new_method_passes_every_check_without_changing_another_file(tmp_path: P
             (copy / entry.name).symlink_to(entry)
     for name, text in FILES.items():
         (copy / name).write_text(text)
-    for kind in ("json", "webp"):  # the picture of its page
+    for kind in ("json", "webp"):  # the image of its page
         shutil.copyfile(copy / f"docs/images/kept/divprune.{kind}", copy / f"docs/images/kept/largest_norm.{kind}")
     paths = os.pathsep.join(map(str, (copy, copy / "demo", copy / "benchmarks")))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     options = ("-q", "-p", "no:cacheprovider", "-k", CHOICE)
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *(f"tests/unit/{name}" for name in TESTS)],
         cwd=copy, env=environment | {"PYTHONPATH": paths}, capture_output=True, text=True,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-6000:]
+    assert result.returncode == 0, result.stdout[-6000:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that the site shows in docs/extend/architecture.md are counted right, and CITATION.cff can be read."""
+"""Test the counts that docs/extend/architecture.md shows, and that CITATION.cff is valid."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_files_lines_imports_and_circles_are_counted(house: ModuleType, small: Path) -> None:
-    made = house.measure({"small_house": small})
-    # What stands in a function counts, what is there for type checkers does not.
-    assert made["folders"] == {
+    counts = house.measure({"small_house": small})
+    # Imports in functions count, imports for type checkers do not.
+    assert counts["folders"] == {
         "small_house": {"files": 2, "lines": 1, "within": 0, "out": 1, "into": 0},
         "small_house/high": {"files": 3, "lines": 4, "within": 2, "out": 1, "into": 1},
         "small_house/low": {"files": 3, "lines": 5, "within": 0, "out": 1, "into": 2},
     }
-    assert made["circles of files"] == [["small_house.high.one", "small_house.high.two"]]
-    assert made["circles of folders"] == [["small_house/high", "small_house/low"]]
-    assert made["circles of files, types counted"] == [["small_house.high.one", "small_house.high.two"]]
-    # Files of an open folder are rooms of their own.
+    assert counts["circles of files"] == [["small_house.high.one", "small_house.high.two"]]
+    assert counts["circles of folders"] == [["small_house/high", "small_house/low"]]
+    assert counts["circles of files, types counted"] == [["small_house.high.one", "small_house.high.two"]]
+    # Each file of an open folder is a separate room.
     opened = house.measure({"small_house": small}, ["small_house.low"])
     assert opened["circles of folders"] == []
 
 
-def test_blanks_comments_and_docstrings_are_no_code(house: ModuleType) -> None:
+def test_blank_lines_comments_and_docstrings_do_not_count(house: ModuleType) -> None:
     before = '"""Says\nmuch."""\n\n# a comment\nlong = """two\nlines"""\n\n\n'
     text = before + 'def one():\n    """Doc."""\n    return (\n        1\n    )  # why\n'
     assert house.code_lines(text) == 6
@@ -79,17 +79,21 @@ def test_imports_are_read_from_every_way_to_write_them(house: ModuleType, small:
         "import typing\nif typing.TYPE_CHECKING:\n    import small_house.api\nelse:\n    from small_house import low\n"
     )
     files = house.files_of({"small_house": small})
-    found, all_found = house.imports_of(files), house.imports_of(files, for_types=True)
-    own = {other.removeprefix("small_house.") for one, other in found if one == "small_house.high.three"}
-    assert own == {"low.plain", "high.one", "low.climber", "high.two", "low"}
-    assert all_found - found == {
+    imports, typed_imports = house.imports_of(files), house.imports_of(files, for_types=True)
+    imported = {
+        imported_module.removeprefix("small_house.")
+        for importer, imported_module in imports
+        if importer == "small_house.high.three"
+    }
+    assert imported == {"low.plain", "high.one", "low.climber", "high.two", "low"}
+    assert typed_imports - imports == {
         ("small_house.high.three", "small_house.api"),
         ("small_house.low.climber", "small_house.api"),
     }
 
 
 def test_the_citation_has_what_its_schema_requires() -> None:
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
-    assert cited["cff-version"] == "1.2.0" and cited["version"] == tokenprune.__version__
-    assert all(author.keys() & {"name", "family-names"} for author in cited["authors"])
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["cff-version"] == "1.2.0" and citation["version"] == tokenprune.__version__
+    assert all(author.keys() & {"name", "family-names"} for author in citation["authors"])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/experiments/llama_cpp_table.py: rows survive an aborted run, and the smaller image is the fastest fit."""
+"""Test benchmarks/experiments/llama_cpp_table.py: rows survive an aborted run, and the smaller image is the fastest
+fit."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_an_aborted_run_continues(script: Any, tmp_path: Path, monkeypatch: pyte
     rows = script.Rows("answers", "demo_qwen", 60)
     rows.add(index=0, right=1)
     with script.FILE.open("a") as file:
-        file.write('{"kind": "answers", "mod')  # killed while it wrote
+        file.write('{"kind": "answers", "mod')  # interrupted while writing
     again = script.Rows("answers", "demo_qwen", 60)
     assert again.has(index=0) and not again.has(index=1) and not again.is_late
     again.add(index=1, right=0)
@@ -49,7 +50,7 @@ def test_the_smaller_image_is_as_fast_as_the_pruned_prompt(script: Any, monkeypa
     rows = time_rows(100, unpruned=4.0, pruned=2.0, **fast) + time_rows(400, unpruned=4.0, pruned=0.5, **fast)
     assert script.find_ratios(rows, 100)["divprune", 0.25] == 2.0
     assert script.find_scale(rows, 120) == 0.7
-    assert script.find_scale(rows, 500) == 0.5  # none is as fast
+    assert script.find_scale(rows, 500) == 0.5  # every scale is slower
 
 
 def test_each_setting_has_a_row(script: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/experiments/long_chats.py: its counts by a loop over single tokens, and that the page has them."""
+"""Test benchmarks/experiments/long_chats.py: its counts equal a loop over single tokens, and the page shows them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ def script(script: Any) -> Any:
     return script("long_chats")
 
 
-def test_what_a_cache_cannot_give_is_counted_token_by_token(script: Any) -> None:
+def test_cache_misses_equal_a_count_of_single_tokens(script: Any) -> None:
     for way in script.WAYS:
         cached: list[Any] = []
         computed = 0
         for turns in range(1, script.TURNS + 1):
-            prompt = [(item, place) for item in way.prompt(turns) for place in range(item[2])]
+            prompt = [(item, offset) for item in way.prompt(turns) for offset in range(item[2])]
             hits = next((n for n, (a, b) in enumerate(zip(cached, prompt, strict=False)) if a != b), len(cached))
             computed += len(prompt) - min(hits, len(prompt))
             cached = prompt
         assert f"| {way.name} | {computed:,} |" in script.table()
 
 
-def test_the_engine_computes_what_a_cache_of_blocks_has_to(script: Any) -> None:
-    """More than a cache of single tokens, by less than a block a turn; and it encodes what it has not seen."""
+def test_engine_computes_the_misses_of_a_cache_of_blocks(script: Any) -> None:
+    """The engine computes more than a cache of single tokens, by less than a block per turn, and encodes only new
+    images."""
     lines = (script.PAGE.parents[2] / "benchmarks/results/long_chats_vllm.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert [one["way"] for one in records] == [way.name for way in script.WAYS]
-    for way, one in zip(script.WAYS, records, strict=True):
+    assert [record["way"] for record in records] == [way.name for way in script.WAYS]
+    for way, record in zip(script.WAYS, records, strict=True):
         prompts = [way.prompt(turns) for turns in range(1, script.TURNS + 1)]
-        again = sum(script.tokens(now) - script.shared(before, now) for before, now in pairwise(prompts))
-        assert 0 <= one["computed"] - script.tokens(prompts[0]) - again < script.TURNS * one["block_size"]
-        assert one["prompt_tokens"] == sum(map(script.tokens, prompts))
-        assert one["encoded"] == len({item for prompt in prompts for item in prompt if item[0] == "image"})
+        recomputed = sum(script.tokens(after) - script.shared(before, after) for before, after in pairwise(prompts))
+        assert 0 <= record["computed"] - script.tokens(prompts[0]) - recomputed < script.TURNS * record["block_size"]
+        assert record["prompt_tokens"] == sum(map(script.tokens, prompts))
+        assert record["encoded"] == len({item for prompt in prompts for item in prompt if item[0] == "image"})
 
 
 def test_the_page_is_current(script: Any) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/experiments/mixed_load.py without a server: which requests it draws, and what it calls a difference."""
+"""Test benchmarks/experiments/mixed_load.py without a server: the requests that it draws, and the differences that it
+reports."""
 
 from __future__ import annotations
 
@@ -28,56 +29,56 @@ def checks(script: Any) -> Any:
     return script("mixed_checks")
 
 
-def drawn(load: Any, seed: int) -> list[Any]:
+def draw_requests(load: Any, seed: int) -> list[Any]:
     return list(itertools.islice(load.draw(seed, ["what?", "where?"], 12), 200))
 
 
 def test_requests_are_of_all_kinds(load: Any) -> None:
-    made = drawn(load, 0)
-    assert made == drawn(load, 0) != drawn(load, 1)
-    kinds = collections.Counter(one.kind for one in made)
+    items = draw_requests(load, 0)
+    assert items == draw_requests(load, 0) != draw_requests(load, 1)
+    kinds = collections.Counter(item.kind for item in items)
     assert set(kinds) == set(load.KINDS) and min(kinds.values()) >= 5
-    assert {one.leaves for one in made} == {None, 0, 1, 2} and {len(one.images) for one in made} == {1, 2}
-    assert {one.profile for one in made if one.kind == "name"} == set(load.PROFILES)
-    images = collections.Counter(number for one in made for number in one.images)
-    assert set(images) <= set(range(12)) and images[0] > 50  # the same one again and again
-    assert all((one.asked is not None or one.kind == "wrong") == one.has_asked for one in made)
+    assert {item.leaves for item in items} == {None, 0, 1, 2} and {len(item.images) for item in items} == {1, 2}
+    assert {item.profile for item in items if item.kind == "name"} == set(load.PROFILES)
+    images = collections.Counter(image_index for item in items for image_index in item.images)
+    assert set(images) <= set(range(12)) and images[0] > 50  # the first image is repeated often
+    assert all((item.asked is not None or item.kind == "wrong") == item.has_asked for item in items)
 
 
 def read_server_config(setting: dict[str, Any]) -> ServerConfig:
-    base, given = split_server_keys(setting)
+    base, own_keys = split_server_keys(setting)
     server = parse_setting(base)
-    return ServerConfig.from_json(given, server, lambda profile: parse_setting(base, profile))
+    return ServerConfig.from_json(own_keys, server, lambda profile: parse_setting(base, profile))
 
 
-def test_right_and_wrong_are_what_they_are_called(load: Any, checks: Any) -> None:
+def test_right_settings_are_accepted_and_wrong_settings_raise(load: Any, checks: Any) -> None:
     config = read_server_config(checks.BASE | checks.OFFERS[0] | checks.LIMITS)
-    for asked in [*load.OWN, *({"profile": one} for one in load.PROFILES)]:
-        config.setting(asked)
-    for asked in load.WRONG:
+    for setting in [*load.OWN, *({"profile": profile} for profile in load.PROFILES)]:
+        config.setting(setting)
+    for setting in load.WRONG:
         with pytest.raises(TokenPruneError):
-            config.setting(asked)
+            config.setting(setting)
 
 
-def test_offers_are_right_but_those_called_wrong(checks: Any) -> None:
-    for number, made in enumerate(checks.OFFERS):
-        if number in checks.WRONG_OFFERS:
+def test_offers_are_valid_except_the_wrong_offers(checks: Any) -> None:
+    for index, offer in enumerate(checks.OFFERS):
+        if index in checks.WRONG_OFFERS:
             with pytest.raises(TokenPruneError):
-                read_server_config(checks.BASE | made | checks.LIMITS)
+                read_server_config(checks.BASE | offer | checks.LIMITS)
         else:
-            read_server_config(checks.BASE | made | checks.LIMITS)
+            read_server_config(checks.BASE | offer | checks.LIMITS)
 
 
-def test_a_difference_is_seen(load: Any) -> None:
-    one = load.Answer(200, (5, 7), {(0, 5): -0.1, (1, 7): -0.2})
-    assert load.differences(one, one) == [] == load.differences(load.Answer(400), load.Answer(400))
-    assert load.differences(one, load.Answer(200, (5, 7), {(0, 5): -0.10005, (1, 8): -9.0})) == []
-    assert load.differences(one, load.Answer(400)) == ["status 200, expected 400"]
-    assert "tokens" in load.differences(one, load.Answer(200, (5, 8)))[0]
-    assert load.differences(one, load.Answer(200, (5, 7), {(1, 7): -0.3})) == ["log-probabilities differ by 1.0e-01"]
+def test_differences_of_answers_are_detected(load: Any) -> None:
+    answer = load.Answer(200, (5, 7), {(0, 5): -0.1, (1, 7): -0.2})
+    assert load.differences(answer, answer) == [] == load.differences(load.Answer(400), load.Answer(400))
+    assert load.differences(answer, load.Answer(200, (5, 7), {(0, 5): -0.10005, (1, 8): -9.0})) == []
+    assert load.differences(answer, load.Answer(400)) == ["status 200, expected 400"]
+    assert "tokens" in load.differences(answer, load.Answer(200, (5, 8)))[0]
+    assert load.differences(answer, load.Answer(200, (5, 7), {(1, 7): -0.3})) == ["log-probabilities differ by 1.0e-01"]
 
 
-def test_alone_a_request_asks_for_what_served_it(load: Any) -> None:
+def test_a_single_request_uses_the_setting_that_served_it(load: Any) -> None:
     named = load.Request("name", (0,), "what?", "fast")
     assert load.alone(named, load.Answer(200, served=SERVED)) == load.Request(
         "setting", (0,), "what?", None, {"method": "uniform", "keep": 0.11}, True
@@ -86,33 +87,33 @@ def test_alone_a_request_asks_for_what_served_it(load: Any) -> None:
     assert load.alone(load.Request("profile", (0,), "what?", None, {"profile": "ocr"}, True), off).asked == {
         "off": True
     }
-    own = load.Request("setting", (0,), "what?", None, {"method": "random", "seed": 3}, True)
-    assert load.alone(own, load.Answer(200, served=SERVED)) is own
+    own_setting = load.Request("setting", (0,), "what?", None, {"method": "random", "seed": 3}, True)
+    assert load.alone(own_setting, load.Answer(200, served=SERVED)) is own_setting
     assert load.alone(named, load.Answer(400)) is named
 
 
-def test_a_setting_that_was_not_in_force_is_seen(load: Any, checks: Any) -> None:
+def test_a_setting_outside_of_its_offer_is_detected(load: Any, checks: Any) -> None:
     times = [checks.InForce(0, 0, 11), checks.InForce(1, 10, 20), checks.InForce(3, 19)]
 
-    def said(kind: str, begin: float, served: str, profile: str | None = None) -> str | None:
+    def check(kind: str, begin: float, served: str, profile: str | None = None) -> str | None:
         request = load.Request(kind, (0,), "what?", profile)
         answer = load.Answer(200 if served else 400, served=served)
         return checks.out_of_force(checks.Sent(request, begin, begin + 0.5, answer), times)
 
-    assert said("name", 1, SERVED, "fast") is None is said("name", 21, SERVED, "fast")
-    assert "0.2" in str(said("name", 15, SERVED, "fast")), "the second offer has another share"
+    assert check("name", 1, SERVED, "fast") is None is check("name", 21, SERVED, "fast")
+    assert "0.2" in str(check("name", 15, SERVED, "fast")), "the second offer has another share"
     off = SERVED.replace("uniform", "off").replace("keep=0.11", "keep=1.0")
-    assert said("name", 15, off, "ocr") is None is said("name", 10.5, off, "ocr"), "served for a minute more"
-    assert said("name", 15, "", "ocr") is not None is not said("name", 1, "", "ocr")
+    assert check("name", 15, off, "ocr") is None is check("name", 10.5, off, "ocr"), "served for another minute"
+    assert check("name", 15, "", "ocr") is not None is not check("name", 1, "", "ocr")
     times = [checks.InForce(0, 0, 11), checks.InForce(1, 10, 200), checks.InForce(3, 199)]
-    assert said("name", 72, "", "ocr") is None is not said("name", 72, off, "ocr"), "and refused then"
-    assert said("name", 70.3, "", "ocr") is None is said("name", 70.3, off, "ocr")
+    assert check("name", 72, "", "ocr") is None is not check("name", 72, off, "ocr"), "and refused then"
+    assert check("name", 70.3, "", "ocr") is None is check("name", 70.3, off, "ocr")
     times = [checks.InForce(0, 0, 11), checks.InForce(1, 10, 20), checks.InForce(3, 19)]
-    assert said("default", 1, SERVED) is not None and said("default", 25, SERVED) is None, "by the load"
-    assert said("setting", 1, SERVED) is None
+    assert check("default", 1, SERVED) is not None and check("default", 25, SERVED) is None, "by the load"
+    assert check("setting", 1, SERVED) is None
 
 
-def test_a_wrong_sum_is_seen(load: Any, checks: Any) -> None:
+def test_wrong_metric_sums_are_detected(load: Any, checks: Any) -> None:
     page = """
 # HELP tokenprune:requests_total what
 tokenprune:requests_total{by="name",model_name="served",profile="fast"} 2.0
@@ -123,36 +124,36 @@ tokenprune:refusals_total{model_name="served",reason="limit"} 1.0
 tokenprune:reloads_total{model_name="served",result="taken"} 3.0
 tokenprune:reloads_total{model_name="served",result="refused"} 1.0
 """
-    request, gone = load.Request("name", (0,), "what?", "fast"), load.Request("gone", (0,), "what?", leaves=1)
+    request, cancelled = load.Request("name", (0,), "what?", "fast"), load.Request("gone", (0,), "what?", leaves=1)
     answered = checks.Sent(request, 0, 1, load.Answer(200, served=SERVED))
     refused = checks.Sent(load.Request("wrong", (0,), "what?"), 0, 1, load.Answer(400))
-    broken = checks.Sent(load.Request("broken", (0,), "what?"), 0, 1, load.Answer(400))  # vLLM's own refusal
+    broken = checks.Sent(load.Request("broken", (0,), "what?"), 0, 1, load.Answer(400))  # refused by vLLM
     reloads = {"taken": 3, "refused": 1}
 
-    def said(*sent: Any, reloads: dict[str, int] = reloads) -> list[str]:
+    def check(*sent: Any, reloads: dict[str, int] = reloads) -> list[str]:
         return checks.metric_differences(page, sent, reloads)
 
-    assert said(answered, answered, refused, broken) == []
-    assert said(answered, checks.Sent(gone, 0), refused) == [], "one that is gone may be counted"
-    assert len(said(answered, refused)) == 3, "requests, and tokens of two stages"
-    assert len(said(answered, answered, answered, refused)) == 3
-    assert said(answered, answered) == ["refusals: counted 1 more than observed, allowed are 0"]
-    assert "reloads" in said(answered, answered, refused, reloads={"taken": 4, "refused": 1})[0]
+    assert check(answered, answered, refused, broken) == []
+    assert check(answered, checks.Sent(cancelled, 0), refused) == [], "a cancelled request may be counted"
+    assert len(check(answered, refused)) == 3, "requests, and tokens of two stages"
+    assert len(check(answered, answered, answered, refused)) == 3
+    assert check(answered, answered) == ["refusals: counted 1 more than observed, allowed are 0"]
+    assert "reloads" in check(answered, answered, refused, reloads={"taken": 4, "refused": 1})[0]
 
 
 def test_a_request_is_sent_again_once(load: Any) -> None:
-    """Where the server failed by itself; what is wrong with a request is not tried twice."""
+    """Only errors of the server are tried again, and once."""
 
-    def asked(*statuses: int) -> tuple[Any, int]:
-        left = list(statuses)
+    def send(*statuses: int) -> tuple[Any, int]:
+        remaining = list(statuses)
 
         async def once(request: Any) -> Any:
-            return load.Answer(left.pop(0))
+            return load.Answer(remaining.pop(0))
 
         client = object.__new__(load.Client)
         client._once = once
-        return asyncio.run(client.ask(None)), len(left)
+        return asyncio.run(client.ask(None)), len(remaining)
 
-    assert asked(200, 0) == (load.Answer(200), 1) and asked(400, 0) == (load.Answer(400), 1)
-    assert asked(500, 200, 0) == (load.Answer(200, again=True), 1)
-    assert asked(500, 500, 0) == (load.Answer(500, again=True), 1)
+    assert send(200, 0) == (load.Answer(200), 1) and send(400, 0) == (load.Answer(400), 1)
+    assert send(500, 200, 0) == (load.Answer(200, again=True), 1)
+    assert send(500, 500, 0) == (load.Answer(500, again=True), 1)

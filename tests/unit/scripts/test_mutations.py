@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of mutations fits the code, and a mutation is caught where a test fails of it."""
+"""Check that the table of mutations fits the code, and that a failing test counts as a caught mutation."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-def test_each_text_stands_once_in_its_package_and_its_tests_are_there(mutations: ModuleType) -> None:
-    problems = {one.name: why for one in mutations.table() if (why := one.problem(ROOT)) is not None}
+def test_each_text_occurs_once_in_its_package_and_its_tests_exist(mutations: ModuleType) -> None:
+    problems = {
+        mutation.name: problem for mutation in mutations.table() if (problem := mutation.problem(ROOT)) is not None
+    }
     assert not problems, f"follow the code in dev/mutations.toml: {problems}"
 
 
 def test_the_record_is_of_the_table(mutations: ModuleType) -> None:
     table = mutations.table()
-    names = [one.name for one in table]
+    names = [mutation.name for mutation in table]
     record = json.loads(mutations.RECORD.read_text())
     assert len(set(names)) == len(names) >= 60
     assert list(record) == [name for name in names if name in record], "run dev/mutations.py"
-    assert all(one.old != one.new for one in table)
-    assert sum(by is not None for by in record.values()) >= 0.9 * len(record)
+    assert all(mutation.old != mutation.new for mutation in table)
+    assert sum(test is not None for test in record.values()) >= 0.9 * len(record)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_text_that_is_gone_or_stands_twice_is_a_problem(mutations: ModuleType, small: Path) -> None:
+def test_a_missing_or_repeated_text_is_a_problem(mutations: ModuleType, small: Path) -> None:
     def problem(old: str, test: str = "test_one.py") -> str | None:
         return mutations.Mutation("one", "small", old, "", [test]).problem(small)
 
@@ -55,7 +57,7 @@ def test_a_text_that_is_gone_or_stands_twice_is_a_problem(mutations: ModuleType,
 
 
 def test_a_mutation_is_caught_or_survives_and_is_taken_back(small: Path) -> None:
-    """In a process of its own: this one has imported what a mutation would change."""
+    """The check needs another process, since this process has already imported the mutated module."""
     program = """if True:
         import sys
         from pathlib import Path
@@ -65,8 +67,8 @@ def test_a_mutation_is_caught_or_survives_and_is_taken_back(small: Path) -> None
             print(mutations.tried(mutation, Path(sys.argv[1]), "test_one.py::test_double"))
     """
     before = (small / "small/one.py").read_text()
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program, str(small)], cwd=ROOT / "dev", capture_output=True, text=True, timeout=120
     )
-    assert done.stdout.split() == ["test_one.py::test_double", "None"], done.stderr
+    assert result.stdout.split() == ["test_one.py::test_double", "None"], result.stderr
     assert (small / "small/one.py").read_text() == before

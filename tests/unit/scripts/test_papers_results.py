@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers' table: reading results."""
+"""Test the papers' table: reading results."""
 
 from __future__ import annotations
 
@@ -13,86 +13,87 @@ from xml.etree import ElementTree
 import pytest
 
 from each import each
-from papers_results import cut_short, write_results
+from papers_results import truncate_file, write_results
 
 DART_BASE = {"gqa": 61.9, "mmb": 64.7, "mme": 1862, "pope": 85.9, "sqa": 69.5, "vqav2": 78.5, "textvqa": 58.2}
 DART_128 = {"gqa": 58.7, "mmb": 63.2, "mme": 1840, "pope": 80.1, "sqa": 69.1, "vqav2": 75.9, "textvqa": 56.4}
 
 
-def cells(papers: Any, folder: Path, method: str, column: str) -> dict[str, str]:
-    """A column of the table of a method, by row."""
-    found = papers.outcomes.read_all(folder, papers.settings.settings())
-    table = next(one for one in papers.tables.comparison(found.numbers) if one.title == method)
-    place = list(table.header).index(column)
-    return {row[0]: row[place] for row in table.rows}
+def read_column(papers: Any, folder: Path, method: str, column: str) -> dict[str, str]:
+    """Return a column of a method's table, by row."""
+    outcomes = papers.outcomes.read_all(folder, papers.settings.settings())
+    table = next(candidate for candidate in papers.tables.comparison(outcomes.numbers) if candidate.title == method)
+    column_index = list(table.header).index(column)
+    return {row[0]: row[column_index] for row in table.rows}
 
 
 def test_without_results_the_columns_are_empty(papers: Any) -> None:
     tables = papers.tables.comparison()
-    assert {one.title for one in tables} >= {"unpatched", "dart", "fastv", "divprune", "vscan", "tome", "dymu"}
-    own = 0
+    assert {table.title for table in tables} >= {"unpatched", "dart", "fastv", "divprune", "vscan", "tome", "dymu"}
+    num_columns = 0
     for table in tables[:-1]:
-        for place, title in enumerate(table.header):
+        for column_index, title in enumerate(table.header):
             if "yours" in title:
-                own += 1
-                assert not any(row[place] for row in table.rows)
+                num_columns += 1
+                assert not any(row[column_index] for row in table.rows)
         assert table.header[1:] and all(len(row) == len(table.header) for row in table.rows)
-    assert own + len(tables[-1].rows) == len(papers.settings.settings())
+    assert num_columns + len(tables[-1].rows) == len(papers.settings.settings())
     assert not any("".join(row[2:]) for row in tables[-1].rows)
 
 
 def test_results_land_beside_the_published_numbers(papers: Any, tmp_path: Path) -> None:
     write_results(papers, tmp_path, "unpatched", DART_BASE)
     write_results(papers, tmp_path, "dart-128-cut", DART_128)
-    mine = cells(papers, tmp_path, "dart", "128 yours, at the cut")
-    assert [mine[one.title] for one in papers.sets.SETS.values()] == [
+    column = read_column(papers, tmp_path, "dart", "128 yours, at the cut")
+    assert [column[task_set.title] for task_set in papers.sets.SETS.values()] == [
         "58.7 (+0.0)", "63.2 (+0.0)", "1840 (+0.0)", "80.1 (+0.0)", "69.1 (+0.0)", "75.9 (+0.0)", "56.4 (+0.0)",
     ]  # fmt: skip
     mean = sum(100 * DART_128[key] / DART_BASE[key] for key in DART_BASE) / 7
-    assert mine["mean of these, %"] == f"{mean:.1f} (+0.0)"
-    assert mine["average as printed, %"] == f"**{mean:.1f} ({mean - 98.0:+.1f})**"
-    # What was not measured stays empty, what is counted in another way is not compared.
-    assert not any(cells(papers, tmp_path, "dart", "128 yours, average").values())
+    assert column["mean of these, %"] == f"{mean:.1f} (+0.0)"
+    assert column["average as printed, %"] == f"**{mean:.1f} ({mean - 98.0:+.1f})**"
+    # Missing results stay empty, and other ways to count tokens are not compared.
+    assert not any(read_column(papers, tmp_path, "dart", "128 yours, average").values())
     write_results(papers, tmp_path, "dart-128", DART_128)
-    assert cells(papers, tmp_path, "dart", "128 yours, average")["GQA"] == "58.7"
-    base = cells(papers, tmp_path, "unpatched", "576 yours")
+    assert read_column(papers, tmp_path, "dart", "128 yours, average")["GQA"] == "58.7"
+    base = read_column(papers, tmp_path, "unpatched", "576 yours")
     assert base["GQA"] == "61.9 (+0.0)" and base["mean of these, %"] == "100.0"
 
 
 def test_differences_are_of_percentages_and_marked_above_one_point(papers: Any, tmp_path: Path) -> None:
-    # Another split: all a tenth lower, the unpatched model too. Then GQA falls by 2 more, SQA by half a point.
+    # Another split: all results are lower by a tenth, also without pruning. Then GQA falls by 2 more, SQA by half a
+    # point.
     write_results(papers, tmp_path, "unpatched", {key: 0.9 * value for key, value in DART_BASE.items()})
     lower = {key: 0.9 * value for key, value in DART_128.items()} | {"gqa": 0.9 * (58.7 - 0.02 * 61.9)}
     write_results(papers, tmp_path, "dart-128-cut", lower | {"sqa": 0.9 * (69.1 - 0.005 * 69.5)})
-    mine = cells(papers, tmp_path, "dart", "128 yours, at the cut")
-    assert mine["GQA"] == "**51.7 (-2.0)**" and mine["SQA"] == "61.9 (-0.5)" and mine["VQAv2"] == "68.3 (+0.0)"
-    assert mine["mean of these, %"].endswith("(-0.4)")
-    # The unpatched model itself is compared by points; MME by those of its 2800.
+    column = read_column(papers, tmp_path, "dart", "128 yours, at the cut")
+    assert column["GQA"] == "**51.7 (-2.0)**" and column["SQA"] == "61.9 (-0.5)" and column["VQAv2"] == "68.3 (+0.0)"
+    assert column["mean of these, %"].endswith("(-0.4)")
+    # The unpatched model is compared in points; MME in hundredths of its maximum of 2800.
     write_results(papers, tmp_path, "unpatched", {"mme": 1848, "pope": 86.9}, date="20260102_000000")
-    base = cells(papers, tmp_path, "unpatched", "576 yours")
+    base = read_column(papers, tmp_path, "unpatched", "576 yours")
     assert base["GQA"] == "**55.7 (-6.2)**" and base["MME"] == "1848 (-0.5)"
-    assert base["POPE"] == "86.9 (+0.0)"  # of the published ones, DyMU's is the closest
+    assert base["POPE"] == "86.9 (+0.0)"  # among the published results, DyMU's is the closest
 
 
-def test_a_mean_is_over_what_both_have(papers: Any, tmp_path: Path) -> None:
+def test_a_mean_covers_the_sets_that_both_have(papers: Any, tmp_path: Path) -> None:
     write_results(papers, tmp_path, "unpatched", DART_BASE)
     write_results(papers, tmp_path, "dart-128-cut", {"gqa": 61.9, "pope": 85.9})
-    theirs = (58.7 / 61.9 + 80.1 / 85.9) / 2 * 100
-    mine = cells(papers, tmp_path, "dart", "128 yours, at the cut")
-    assert mine["mean of these, %"] == f"**100.0 ({100 - theirs:+.1f})**"
+    published = (58.7 / 61.9 + 80.1 / 85.9) / 2 * 100
+    column = read_column(papers, tmp_path, "dart", "128 yours, at the cut")
+    assert column["mean of these, %"] == f"**100.0 ({100 - published:+.1f})**"
 
 
 def test_methods_without_published_numbers_have_a_table_of_their_own(papers: Any, tmp_path: Path) -> None:
     write_results(papers, tmp_path, "unpatched", DART_BASE)
     write_results(papers, tmp_path, "random-64", {"gqa": 0.5 * 61.9, "mme": 931})
-    found = papers.outcomes.read_all(tmp_path, papers.settings.settings())
-    table = papers.tables.comparison(found.numbers)[-1]
+    outcomes = papers.outcomes.read_all(tmp_path, papers.settings.settings())
+    table = papers.tables.comparison(outcomes.numbers)[-1]
     (row,) = (row for row in table.rows if list(row[:2]) == ["`random`", "64"])
     assert list(row[2:]) == ["30.9", "", "931", "", "", "", "", "50.0"]
 
 
 def test_lmms_evals_metrics_become_the_numbers_of_papers(papers: Any) -> None:
-    """Parts of real results files of lmms-eval 0.7.3, with other numbers."""
+    """Use parts of results files of lmms-eval 0.7.3, with other values."""
     sets = papers.sets.SETS
     assert sets["gqa"].score({"alias": "gqa", "exact_match,none": 0.619, "exact_match_stderr,none": 0.004}) == 61.9
     assert sets["mmb"].score({"gpt_eval_score,none": 64.7, "submission,none": None}) == 64.7
@@ -103,7 +104,7 @@ def test_lmms_evals_metrics_become_the_numbers_of_papers(papers: Any) -> None:
     assert sets["sqa"].score({"exact_match,none": True}) is None and sets["vqav2"].score({}) is None
 
 
-def test_two_models_in_one_folder_are_told(papers: Any, tmp_path: Path) -> None:
+def test_two_models_in_one_folder_are_reported(papers: Any, tmp_path: Path) -> None:
     path = write_results(papers, tmp_path, "dart-128", {"gqa": 60.0})
     all_settings = papers.settings.settings()
     assert papers.outcomes.read_all(tmp_path, all_settings).notes == ["Measured on llava-hf/llava-1.5-7b-hf."]
@@ -113,23 +114,23 @@ def test_two_models_in_one_folder_are_told(papers: Any, tmp_path: Path) -> None:
     assert note == "Measured on llava-hf/llava-1.5-13b-hf and llava-hf/llava-1.5-7b-hf: not comparable."
 
 
-def test_the_newest_file_counts_and_odd_ones_are_told(papers: Any, tmp_path: Path) -> None:
+def test_the_newest_file_counts_and_unusual_files_are_reported(papers: Any, tmp_path: Path) -> None:
     write_results(papers, tmp_path, "dart-128", {"gqa": 50.0, "vqav2": 70.0}, date="20260101_000000")
     newest = write_results(papers, tmp_path, "dart-128", {"gqa": 60.0}, date="20260203_000000")
     write_results(papers, tmp_path, "dart-128", {"gqa": 10.0}, date="20260301_000000", config={"limit": 8})
-    # A file of the task's own with a similar name, and a task that is another benchmark than the papers'.
+    # A file of the task with a similar name, and results of another task than the papers'.
     (newest.parent.parent / "submissions").mkdir()
     (newest.parent.parent / "submissions/mmbench_en_dev_static_results.json").write_text('{"overall_acc": 0.5}')
     changes = {"tasks": {"textvqa": "textvqa_val"}, "throughput": {"avg_failed_calls": 3.0}}
     write_results(papers, tmp_path, "dart-64", {"textvqa": 45.0}, **changes)
-    found = papers.outcomes.read_all(tmp_path, papers.settings.settings())
-    assert found.numbers == {"dart-128": {"gqa": 60.0, "vqav2": 70.0}, "dart-64": {"textvqa": 45.0}}
-    assert any("--limit 8" in note for note in found.notes)
-    assert any("textvqa_val, not textvqa_val_ocr" in note for note in found.notes)
-    assert any("calls of generate failed" in note for note in found.notes)
+    outcomes = papers.outcomes.read_all(tmp_path, papers.settings.settings())
+    assert outcomes.numbers == {"dart-128": {"gqa": 60.0, "vqav2": 70.0}, "dart-64": {"textvqa": 45.0}}
+    assert any("--limit 8" in note for note in outcomes.notes)
+    assert any("textvqa_val, not textvqa_val_ocr" in note for note in outcomes.notes)
+    assert any("calls of generate failed" in note for note in outcomes.notes)
 
 
-def changed(**metrics: Any) -> Callable[[Path], None]:
+def replace_metrics(**metrics: Any) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         data = json.loads(path.read_text())
         data["results"]["gqa"] = {"alias": "gqa"} | metrics
@@ -139,27 +140,27 @@ def changed(**metrics: Any) -> Callable[[Path], None]:
 
 
 @each(
-    ("breaks", "told"),
+    ("breaks", "message"),
     [
-        (cut_short, "JSON (Expecting"),
+        (truncate_file, "JSON (Expecting"),
         (lambda path: path.write_text("[]"), "is not a results file of lmms-eval"),
         (lambda path: path.write_text('{"results": {}}'), "is not a results file of lmms-eval"),
         (lambda path: path.write_text('{"results": {"gqa": 1}, "config": {}}'), "not tasks with metrics"),
         (lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
-        (changed(), "exact_match of gqa is not"),
-        (changed(**{"exact_match,none": "N/A"}), "exact_match of gqa is not"),
-        (changed(**{"exact_match,none": float("nan")}), "exact_match of gqa is not"),
-        (changed(**{"exact_match,none": 61.9}), "between 0 and 100"),
+        (replace_metrics(), "exact_match of gqa is not"),
+        (replace_metrics(**{"exact_match,none": "N/A"}), "exact_match of gqa is not"),
+        (replace_metrics(**{"exact_match,none": float("nan")}), "exact_match of gqa is not"),
+        (replace_metrics(**{"exact_match,none": 61.9}), "between 0 and 100"),
         (lambda path: path.write_text(path.read_text().replace("keep=30", "keep=64")), "it has keep=64 instead"),
         (lambda path: path.write_text(path.read_text().replace("method=dart", "method=none")), "it has method=none"),
     ],
 )  # fmt: skip
-def test_a_broken_file_is_named(papers: Any, call: Any, tmp_path: Path, breaks: Any, told: str) -> None:
+def test_a_broken_file_is_named(papers: Any, call: Any, tmp_path: Path, breaks: Any, message: str) -> None:
     path = write_results(papers, tmp_path, "dart-64", {"gqa": 50.0})
     write_results(papers, tmp_path, "unpatched", {"gqa": 60.0})
     breaks(path)
     code, out, error = call("table", tmp_path)
-    assert code == 2 and told in error and str(path) in error and "rename these files" in error and not out
+    assert code == 2 and message in error and str(path) in error and "rename these files" in error and not out
     assert str(tmp_path / "unpatched") not in error
 
 
@@ -173,11 +174,11 @@ def test_a_folder_without_results_is_an_error(papers: Any, call: Any, tmp_path: 
 
 def test_the_table_says_what_is_missing(papers: Any, call: Any, tmp_path: Path) -> None:
     write_results(papers, tmp_path, "dart-64", {"gqa": 50.0})
-    code, told, _ = call("table", tmp_path)
-    assert code == 0 and "Percentages need results of `unpatched`." in told
-    assert "Not measured: unpatched, downsample-192" in told
-    assert "In part: dart-64 (MMB, MME, POPE, SQA, VQAv2, TextVQA)." in told
-    assert re.search(r"^\| GQA .*\| 50\.0 \|", told, re.MULTILINE)
+    code, output, _ = call("table", tmp_path)
+    assert code == 0 and "Percentages need results of `unpatched`." in output
+    assert "Not measured: unpatched, downsample-192" in output
+    assert "In part: dart-64 (MMB, MME, POPE, SQA, VQAv2, TextVQA)." in output
+    assert re.search(r"^\| GQA .*\| 50\.0 \|", output, re.MULTILINE)
 
 
 def test_html_has_the_same_cells_and_loads_nothing(papers: Any, call: Any, tmp_path: Path) -> None:
@@ -190,9 +191,9 @@ def test_html_has_the_same_cells_and_loads_nothing(papers: Any, call: Any, tmp_p
     sources = papers.published.published().sources.values()
     loaded = {value for tag in page.iter() for name, value in tag.attrib.items() if name in ("src", "href")}
     assert loaded == {f"https://arxiv.org/abs/{source.arxiv}" for source in sources}
-    found = papers.outcomes.read_all(tmp_path, papers.settings.settings())
-    tables = [*papers.tables.comparison(found.numbers), papers.tables.sources()]
-    cells = [list(row) for one in tables for row in (one.header, *one.rows)]
+    outcomes = papers.outcomes.read_all(tmp_path, papers.settings.settings())
+    tables = [*papers.tables.comparison(outcomes.numbers), papers.tables.sources()]
+    cells = [list(row) for table in tables for row in (table.header, *table.rows)]
     plain = [[re.sub(r"[*`]|\]\(http[^)]*\)|\[(?=\d)", "", cell) for cell in row] for row in cells]
     assert [["".join(cell.itertext()) for cell in row] for row in page.iter("tr")] == plain
     odd = papers.tables.to_html([papers.tables.Table("a < b", ["x & y"], [["**<script>**"]])], "t", [])

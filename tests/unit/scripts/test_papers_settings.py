@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers' table: published numbers, settings and commands."""
+"""Test the papers' table: published numbers, settings and commands."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 import tokenprune
 from each import each
-from papers_results import ROOT, setting
+from papers_results import ROOT, find_setting
 from tokenprune import Budget
 
 FOLDER = ROOT / "benchmarks/experiments/papers"
 
 
-# -- the published numbers ---------------------------------------------------------------------------------------------
+# -- published numbers -------------------------------------------------------------------------------------------------
 
 
 def test_every_published_row_is_sound(papers: Any) -> None:
     data = papers.published.published()
     titles = {*tokenprune.available_methods(), *data.others, "unpatched"}
     sets = {*papers.sets.SETS, *data.other_sets}
-    places = set()
+    keys = set()
     for row in data.rows:
-        place = (row.source, row.method, row.budget)
-        assert place not in places
-        places.add(place)
-        assert row.source in data.sources and row.method in titles and row.means in data.means, place
-        assert row.budget == 576 if row.method == "unpatched" else row.budget in (192, 128, 64), place
-        assert (row.means == "all") == (row.method == "unpatched"), place
-        assert row.values or row.average is not None, place
-        assert row.values.keys() <= sets and row.doubt.keys() <= row.values.keys(), place
+        row_key = (row.source, row.method, row.budget)
+        assert row_key not in keys
+        keys.add(row_key)
+        assert row.source in data.sources and row.method in titles and row.means in data.means, row_key
+        assert row.budget == 576 if row.method == "unpatched" else row.budget in (192, 128, 64), row_key
+        assert (row.means == "all") == (row.method == "unpatched"), row_key
+        assert row.values or row.average is not None, row_key
+        assert row.values.keys() <= sets and row.doubt.keys() <= row.values.keys(), row_key
         for key, value in row.values.items():
             low, high = (1200, 2000) if key == "mme" else (20, 100)
-            assert type(value) in (int, float) and low <= value <= high, (place, key)
-        assert row.average is None or 70 <= row.average <= 101, place
-        assert row.sets is None or row.average is not None, place
+            assert type(value) in (int, float) and low <= value <= high, (row_key, key)
+        assert row.average is None or 70 <= row.average <= 101, row_key
+        assert row.sets is None or row.average is not None, row_key
     assert {row.source for row in data.rows} == data.sources.keys()
     assert {row.method for row in data.rows} >= data.others.keys()
     assert not data.others.keys() & set(tokenprune.available_methods())
@@ -61,7 +61,7 @@ def test_every_source_can_be_looked_up(papers: Any) -> None:
 
 
 def test_published_percentages_fit_the_published_numbers(papers: Any) -> None:
-    """A slip of the pen in a number would move its row's mean away from the average that the paper prints."""
+    """A typing error in a number would move the mean of its row away from the average in the paper."""
     data = papers.published.published()
     checked = 0
     for row in data.rows:
@@ -70,7 +70,7 @@ def test_published_percentages_fit_the_published_numbers(papers: Any) -> None:
         if row.average is None or len(shared) < (row.sets or 6):
             continue
         mean = sum(100 * row.values[key] / base[key] for key in shared) / len(shared)
-        # VisionZip, SparseVLM and VScan do not say how they average; each is within this of the plain mean.
+        # VisionZip, SparseVLM and VScan do not state how they average. Each is within 1.6 of the plain mean.
         assert mean == pytest.approx(row.average, abs=1.6), (row.source, row.method, row.budget)
         checked += 1
     assert checked > 12
@@ -89,38 +89,39 @@ def test_two_sources_that_disagree_both_stay(papers: Any) -> None:
 
 
 def test_every_method_is_in_the_table_or_left_out_with_a_reason(papers: Any) -> None:
-    found = {one.method for one in papers.settings.settings()} - {"unpatched"}
-    assert not found & papers.settings.LEFT_OUT.keys()
+    methods = {setting.method for setting in papers.settings.settings()} - {"unpatched"}
+    assert not methods & papers.settings.LEFT_OUT.keys()
     modules = {name: tokenprune.method_info(name).cls.__module__ for name in tokenprune.available_methods()}
     ours = {name for name, module in modules.items() if module.startswith("tokenprune.methods.")}
-    assert found | papers.settings.LEFT_OUT.keys() == ours
-    names = [one.name for one in papers.settings.settings()]
+    assert methods | papers.settings.LEFT_OUT.keys() == ours
+    names = [setting.name for setting in papers.settings.settings()]
     assert len(set(names)) == len(names)
 
 
 def test_budgets_are_hit(papers: Any) -> None:
-    for one in papers.settings.settings():
-        if one.means == "cut":
-            assert one.average == (2 * 576 + 30 * (one.budget + 4)) / 32
-        elif one.method == "downsample":
-            assert one.average == {192: 14**2, 128: 11**2, 64: 8**2}[one.budget]
+    for candidate in papers.settings.settings():
+        if candidate.means == "cut":
+            assert candidate.average == (2 * 576 + 30 * (candidate.budget + 4)) / 32
+        elif candidate.method == "downsample":
+            assert candidate.average == {192: 14**2, 128: 11**2, 64: 8**2}[candidate.budget]
         else:
-            assert one.average == pytest.approx(one.budget, abs=0.5), one.name
-    assert setting(papers, "fastv-192").keep == round((192 * 32 - 2 * 576) / 30) == 166
-    assert setting(papers, "dyrate-64").keep == round((64 * 32 - 3 * 576) / 29) == 11
-    assert setting(papers, "vscan-64").tokens == "96, 32 from layer 16 on"
+            assert candidate.average == pytest.approx(candidate.budget, abs=0.5), candidate.name
+    assert find_setting(papers, "fastv-192").keep == round((192 * 32 - 2 * 576) / 30) == 166
+    assert find_setting(papers, "dyrate-64").keep == round((64 * 32 - 3 * 576) / 29) == 11
+    assert find_setting(papers, "vscan-64").tokens == "96, 32 from layer 16 on"
 
 
-def test_downsample_comes_to_what_the_settings_say(papers: Any) -> None:
+def test_downsample_keeps_the_average_of_its_setting(papers: Any) -> None:
     from tokenprune.integrations.shared.resizing import _find_side
 
     for budget in (192, 128, 64):
-        one = setting(papers, f"downsample-{budget}")
-        assert _find_side(24, one.keep) ** 2 == one.average
+        downsample = find_setting(papers, f"downsample-{budget}")
+        assert _find_side(24, downsample.keep) ** 2 == downsample.average
 
 
-def test_a_model_of_this_shape_sees_what_the_settings_say(papers: Any) -> None:
-    """24 x 24 patches, 24 blocks and 32 layers, as LLaVA-1.5-7B has; all else is tiny. Some settings, for time."""
+def test_settings_reach_their_average_in_a_model_of_this_shape(papers: Any) -> None:
+    """Use 24 x 24 patches, 24 blocks and 32 layers, as in LLaVA-1.5-7B, with tiny widths. Only some settings run, for
+    speed."""
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=24, num_attention_heads=1)
     text = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=32, num_attention_heads=1, vocab_size=32)
     config = LlavaConfig(
@@ -131,90 +132,96 @@ def test_a_model_of_this_shape_sees_what_the_settings_say(papers: Any) -> None:
     model = LlavaForConditionalGeneration(config).eval()
     ids = torch.tensor([[7, *[5] * 576, 8, 9]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.rand(1, 3, 336, 336)}
-    seen = set()
-    for one in papers.settings.settings():
-        if one.budget != 64 or one.method in ("downsample", "dymu"):  # these need a processor, or thresholds
+    checked = set()
+    for candidate in papers.settings.settings():
+        if candidate.budget != 64 or candidate.method in ("downsample", "dymu"):  # these need a processor or thresholds
             continue
-        with tokenprune.patched(model, one.method, keep=one.keep, **one.options), torch.inference_mode():
+        with (
+            tokenprune.patched(model, candidate.method, keep=candidate.keep, **candidate.options),
+            torch.inference_mode(),
+        ):
             model(**inputs, use_cache=True)
-            assert tokenprune.stats(model).visual_tokens_average == pytest.approx(one.average), one.name
-        seen.add(one.name)
-    assert len(seen) >= 10
+            assert tokenprune.stats(model).visual_tokens_average == pytest.approx(candidate.average), candidate.name
+        checked.add(candidate.name)
+    assert len(checked) >= 10
 
 
-def arguments_of(command: list[str]) -> dict[str, Any]:
-    """`--model_args` as lmms-eval reads them."""
-    given = dict(part.split("=", 1) for part in command[command.index("--model_args") + 1].split(","))
-    for name, value in given.items():
+def parse_arguments(command: list[str]) -> dict[str, Any]:
+    """Parse `--model_args` like lmms-eval."""
+    arguments = dict(part.split("=", 1) for part in command[command.index("--model_args") + 1].split(","))
+    for name, value in arguments.items():
         if re.fullmatch(r"(?i)true|false|-?[\d.e-]+", value):
-            given[name] = ast.literal_eval(value.capitalize())
-    return given
+            arguments[name] = ast.literal_eval(value.capitalize())
+    return arguments
 
 
-def commands(told: str) -> list[list[str]]:
-    lines = [shlex.split(line) for line in told.splitlines() if not line.startswith("#")]
+def parse_commands(output: str) -> list[list[str]]:
+    lines = [shlex.split(line) for line in output.splitlines() if not line.startswith("#")]
     return [line for line in lines if line[:3] == ["python", "-m", "lmms_eval"]]
 
 
 def test_every_command_is_a_setting_that_the_method_accepts(papers: Any, call: Any) -> None:
-    code, told, _ = call("commands", "--out", "somewhere")
-    found = commands(told)
-    assert code == 0 and len(found) == len(papers.settings.settings())
-    for command, one in zip(found, papers.settings.settings(), strict=True):
-        given = arguments_of(command)
-        assert given.pop("base") == "llava_hf" and given.pop("pretrained") == "llava-hf/llava-1.5-7b-hf"
-        assert given.pop("device") == given.pop("device_map") == "cuda"
-        assert command[command.index("--output_path") + 1] == f"somewhere/{one.name}"
-        name, keep = given.pop("method"), given.pop("keep", None)
+    code, output, _ = call("commands", "--out", "somewhere")
+    parsed = parse_commands(output)
+    assert code == 0 and len(parsed) == len(papers.settings.settings())
+    for command, expected in zip(parsed, papers.settings.settings(), strict=True):
+        arguments = parse_arguments(command)
+        assert arguments.pop("base") == "llava_hf" and arguments.pop("pretrained") == "llava-hf/llava-1.5-7b-hf"
+        assert arguments.pop("device") == arguments.pop("device_map") == "cuda"
+        assert command[command.index("--output_path") + 1] == f"somewhere/{expected.name}"
+        name, keep = arguments.pop("method"), arguments.pop("keep", None)
         if name == "none":
-            assert (one.name, keep, given) == ("unpatched", None, {})
+            assert (expected.name, keep, arguments) == ("unpatched", None, {})
             continue
         if name == "dymu":
-            assert given.pop("thresholds") == "thresholds.safetensors"
-            assert isinstance(keep, float)  # only shares are calibrated
-        method, budget = tokenprune.method(name, **given), Budget.from_keep(keep)
-        assert method.name == one.method and budget.keep == one.keep and type(budget.keep) is type(one.keep)
+            assert arguments.pop("thresholds") == "thresholds.safetensors"
+            assert isinstance(keep, float)  # calibration supports shares only
+        method, budget = tokenprune.method(name, **arguments), Budget.from_keep(keep)
+        assert (
+            method.name == expected.method and budget.keep == expected.keep and type(budget.keep) is type(expected.keep)
+        )
     assert (
-        f"# fastv-192: visual tokens 166 from layer 2 on; averaged over layers {(2 * 576 + 30 * 166) / 32:.1f}" in told
+        f"# fastv-192: visual tokens 166 from layer 2 on; averaged over layers {(2 * 576 + 30 * 166) / 32:.1f}"
+        in output
     )
 
 
 def test_the_entry_point_for_lmms_eval_accepts_every_command(papers: Any, call: Any) -> None:
-    read = pytest.importorskip(
-        "tokenprune_bench.lmms_eval.arguments", reason="this package has no model for lmms-eval"
+    parse = pytest.importorskip(
+        "tokenprune_bench.lmms_eval.arguments", reason="tokenprune_bench.lmms_eval is not available"
     ).parse_arguments
-    for command in commands(call("commands")[1]):
-        given = arguments_of(command)
-        given.pop("thresholds", None)
-        made = read(given, given.pop("base"), {"pretrained", "device", "device_map"})
-        assert made.rest == {"pretrained": "llava-hf/llava-1.5-7b-hf", "device": "cuda", "device_map": "cuda"}
+    for command in parse_commands(call("commands")[1]):
+        arguments = parse_arguments(command)
+        arguments.pop("thresholds", None)
+        parsed = parse(arguments, arguments.pop("base"), {"pretrained", "device", "device_map"})
+        assert parsed.rest == {"pretrained": "llava-hf/llava-1.5-7b-hf", "device": "cuda", "device_map": "cuda"}
 
 
 def test_commands_choose(papers: Any, call: Any) -> None:
-    code, told, _ = call("commands", "--methods", "dart", "--budgets", "64", "--sets", "gqa,vqav2_val_lite")
-    found = commands(told)
-    assert code == 0 and [command[-1] for command in found] == [
+    code, output, _ = call("commands", "--methods", "dart", "--budgets", "64", "--sets", "gqa,vqav2_val_lite")
+    parsed = parse_commands(output)
+    assert code == 0 and [command[-1] for command in parsed] == [
         "results/unpatched",
         "results/dart-64",
         "results/dart-64-cut",
     ]
-    assert {command[command.index("--tasks") + 1] for command in found} == {"gqa,vqav2_val_lite"}
-    assert not any("--include_path" in command for command in found)  # that is for TextVQA alone
-    told = call("commands", "--methods", "random", "--budgets", "64", "--sets", "gqa,textvqa", "--split")[1]
-    tasks = [(command[command.index("--tasks") + 1], "--include_path" in command) for command in commands(told)]
+    assert {command[command.index("--tasks") + 1] for command in parsed} == {"gqa,vqav2_val_lite"}
+    assert not any("--include_path" in command for command in parsed)  # only TextVQA needs it
+    output = call("commands", "--methods", "random", "--budgets", "64", "--sets", "gqa,textvqa", "--split")[1]
+    tasks = [(command[command.index("--tasks") + 1], "--include_path" in command) for command in parse_commands(output)]
     assert tasks == [("gqa", False), ("textvqa_val_ocr", True)] * 2
 
 
 def test_dymu_is_calibrated_for_the_shares_that_it_is_run_with(papers: Any, call: Any) -> None:
-    told = call("commands", "--methods", "dymu", "--thresholds", "t.safetensors")[1]
-    (line,) = (shlex.split(line) for line in told.splitlines() if line.startswith("tokenprune fit dymu"))
+    output = call("commands", "--methods", "dymu", "--thresholds", "t.safetensors")[1]
+    (line,) = (shlex.split(line) for line in output.splitlines() if line.startswith("tokenprune fit dymu"))
     keeps = [float(part) for part in line[line.index("--keep") + 1].split(",")]
-    assert keeps == [arguments_of(command)["keep"] for command in commands(told)[1:]]
+    assert keeps == [parse_arguments(command)["keep"] for command in parse_commands(output)[1:]]
     assert line[-2:] == ["--out", "t.safetensors"]
 
 
 @each(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--methods", "dartt"], "'dartt' is unknown"),
         (["--methods", "pevlm"], "it removes no tokens"),
@@ -225,9 +232,9 @@ def test_dymu_is_calibrated_for_the_shares_that_it_is_run_with(papers: Any, call
         (["--pretrained", "a,b"], "has a comma"),
     ],
 )
-def test_what_is_not_there_is_said(call: Any, arguments: list[str], told: str) -> None:
+def test_unknown_arguments_are_refused(call: Any, arguments: list[str], message: str) -> None:
     code, out, error = call("commands", *arguments)
-    assert code == 2 and told in error and not commands(out)
+    assert code == 2 and message in error and not parse_commands(out)
 
 
 def find_lmms_eval_tasks() -> Path:
@@ -237,31 +244,31 @@ def find_lmms_eval_tasks() -> Path:
     return Path(installed.submodule_search_locations[0]) / "tasks"
 
 
-def test_our_own_task_differs_from_lmms_evals_in_the_ocr_tokens_alone(papers: Any) -> None:
+def test_our_task_differs_from_lmms_evals_only_in_the_ocr_tokens(papers: Any) -> None:
     class Loader(yaml.SafeLoader):
         pass
 
     Loader.add_constructor("!function", lambda loader, node: node.value)
     load = functools.partial(yaml.load, Loader=Loader)
     path = papers.sets.TASK_FOLDER / "textvqa_val_ocr.yaml"
-    ours = load(path.read_text())
-    assert ours["task"] == path.stem == papers.sets.SETS["textvqa"].tasks[0]
-    assert ours["lmms_eval_specific_kwargs"]["default"]["ocr"] is True
+    our_task = load(path.read_text())
+    assert our_task["task"] == path.stem == papers.sets.SETS["textvqa"].tasks[0]
+    assert our_task["lmms_eval_specific_kwargs"]["default"]["ocr"] is True
     folder = find_lmms_eval_tasks() / "textvqa"
     names = ("_default_template_textvqa_yaml", "textvqa_val.yaml")
-    theirs = {key: value for name in names for key, value in load((folder / name).read_text()).items()}
+    original = {key: value for name in names for key, value in load((folder / name).read_text()).items()}
     same = "dataset_path test_split output_type doc_to_target generation_kwargs doc_to_text doc_to_visual".split()
-    assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
-    default = theirs["lmms_eval_specific_kwargs"]["default"]
-    assert ours["lmms_eval_specific_kwargs"]["default"] == default | {"ocr": True}
+    assert {name: our_task[name] for name in same} == {name: original[name] for name in same}
+    default = original["lmms_eval_specific_kwargs"]["default"]
+    assert our_task["lmms_eval_specific_kwargs"]["default"] == default | {"ocr": True}
 
 
 def test_lmms_eval_has_the_tasks_and_their_metrics(papers: Any) -> None:
     tasks = find_lmms_eval_tasks()
-    for one in papers.sets.SETS.values():
-        for task in one.tasks:
+    for task_set in papers.sets.SETS.values():
+        for task in task_set.tasks:
             if (papers.sets.TASK_FOLDER / f"{task}.yaml").exists():
                 continue
             (text,) = (path.read_text() for path in tasks.glob(f"*/{task}.yaml"))
             assert re.search(rf"^task: \"?{task}\"?$", text, re.MULTILINE), task
-            assert all(f"metric: {metric}\n" in text for metric in one.metrics), task
+            assert all(f"metric: {metric}\n" in text for metric in task_set.metrics), task

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers' table: running it, and its page."""
+"""Test the papers' table: running it, and its page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import tokenprune
-from papers_results import cut_short, write_results
+from papers_results import truncate_file, write_results
 from tokenprune import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 
@@ -21,7 +21,8 @@ from tokenprune.errors import OptionError, TokenPruneError
 
 @pytest.fixture
 def lmms_eval(papers: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stands in for lmms-eval: writes a results file, unless the task is in `fails`; notes what it was called with."""
+    """Replace lmms-eval with a stand-in that records calls and writes a results file for each task outside of
+    `fails`."""
     stand_in = SimpleNamespace(calls=[], fails=set(), interrupts=set())
 
     def run(command: list[str], **_: Any) -> Any:
@@ -30,11 +31,11 @@ def lmms_eval(papers: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         stand_in.calls.append((output.name, *tasks))
         if output.name in stand_in.interrupts:
             raise KeyboardInterrupt
-        asked = {papers.sets.set_of(task): task for task in tasks if (output.name, task) not in stand_in.fails}
-        if asked:
-            numbers, date = dict.fromkeys(asked, 50.0), f"20260101_{len(stand_in.calls):06}"
-            write_results(papers, output.parent, output.name, numbers, date=date, tasks=asked)
-        return SimpleNamespace(returncode=0)  # lmms-eval ends with 0 even where the evaluation failed
+        tasks_of_sets = {papers.sets.set_of(task): task for task in tasks if (output.name, task) not in stand_in.fails}
+        if tasks_of_sets:
+            scores, date = dict.fromkeys(tasks_of_sets, 50.0), f"20260101_{len(stand_in.calls):06}"
+            write_results(papers, output.parent, output.name, scores, date=date, tasks=tasks_of_sets)
+        return SimpleNamespace(returncode=0)  # lmms-eval returns 0 even if the evaluation failed
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(papers.script, "_check_installed", lambda: None)
@@ -55,17 +56,19 @@ def test_a_run_goes_on_where_it_stopped(
     assert lmms_eval.calls == [("unpatched", "gqa", "mme"), ("random-64", "gqa", "mme"), ("dart-64", "gqa", "mme")]
     lmms_eval.calls.clear()
     lmms_eval.interrupts.clear()
-    code, told, _ = call("run", *SMALL, "--out", tmp_path)
+    code, output, _ = call("run", *SMALL, "--out", tmp_path)
     assert code == 0 and lmms_eval.calls == [("dart-64", "gqa", "mme"), ("dart-64-cut", "gqa", "mme")]
-    assert "unpatched: already finished" in told and "papers_table.py table" in told
+    assert "unpatched: already finished" in output and "papers_table.py table" in output
     lmms_eval.calls.clear()
     assert call("run", *SMALL, "--out", tmp_path)[0] == 0 and lmms_eval.calls == []
 
 
-def test_a_failure_is_told_and_the_others_run(papers: Any, call: Any, lmms_eval: Any, tmp_path: Path) -> None:
+def test_a_failed_command_is_reported_and_the_others_run(
+    papers: Any, call: Any, lmms_eval: Any, tmp_path: Path
+) -> None:
     lmms_eval.fails |= {("random-64", "mme"), ("dart-64", "gqa"), ("dart-64", "mme")}
-    code, told, error = call("run", *SMALL, "--out", tmp_path)
-    assert code == 2 and len(lmms_eval.calls) == 4 and "papers_table.py table" not in told
+    code, output, error = call("run", *SMALL, "--out", tmp_path)
+    assert code == 2 and len(lmms_eval.calls) == 4 and "papers_table.py table" not in output
     assert "2 commands did not finish" in error
     assert "random-64: no result for mme (exit code 0)" in error and "dart-64: no result for gqa, mme" in error
     assert (
@@ -73,21 +76,21 @@ def test_a_failure_is_told_and_the_others_run(papers: Any, call: Any, lmms_eval:
     )
     lmms_eval.calls.clear()
     lmms_eval.fails.clear()
-    # Only what is missing is measured again.
+    # Only missing results are measured again.
     assert call("run", *SMALL, "--out", tmp_path)[0] == 0
     assert lmms_eval.calls == [("random-64", "mme"), ("dart-64", "gqa", "mme")]
 
 
 def test_another_task_of_a_benchmark_is_another_result(papers: Any, call: Any, lmms_eval: Any, tmp_path: Path) -> None:
-    given = ("--methods", "random", "--budgets", "64", "--out", tmp_path)
-    call("run", *given, "--sets", "vqav2_val_lite")
+    arguments = ("--methods", "random", "--budgets", "64", "--out", tmp_path)
+    call("run", *arguments, "--sets", "vqav2_val_lite")
     write_results(papers, tmp_path, "random-64", {"vqav2": 40.0}, tasks={"vqav2": "vqav2_val_lite"})
     notes = papers.outcomes.read_all(tmp_path, papers.settings.settings()).notes
     assert any("vqav2_val_lite, not" in note for note in notes)
     lmms_eval.calls.clear()
-    call("run", *given, "--sets", "vqav2")
+    call("run", *arguments, "--sets", "vqav2")
     assert ("random-64", "vqav2_val") in lmms_eval.calls
-    # The full set wins, whichever is newer.
+    # The full set has priority, even if its result is older.
     write_results(
         papers, tmp_path, "random-64", {"vqav2": 40.0}, tasks={"vqav2": "vqav2_val_lite"}, date="20270101_000000"
     )
@@ -109,20 +112,20 @@ def test_a_broken_result_is_measured_again(papers: Any, call: Any, lmms_eval: An
     call("run", *SMALL, "--methods", "random", "--out", tmp_path)
     lmms_eval.calls.clear()
     (path,) = (tmp_path / "random-64").rglob("*_results.json")
-    cut_short(path)
+    truncate_file(path)
     code, _, error = call("run", *SMALL, "--methods", "random", "--out", tmp_path)
     assert lmms_eval.calls == [("random-64", "gqa", "mme")]
     assert code == 0, error
-    assert path.with_name(f"{path.name}.broken").exists() and call("table", tmp_path)[0] == 0  # nobody's file is lost
+    assert path.with_name(f"{path.name}.broken").exists() and call("table", tmp_path)[0] == 0  # no files are lost
 
 
-def test_dymu_without_thresholds_is_left_and_told(call: Any, lmms_eval: Any, tmp_path: Path) -> None:
-    given = (*"--methods dymu,random --budgets 64 --sets gqa --out".split(), tmp_path, "--thresholds", tmp_path / "t")
-    code, _, error = call("run", *given)
+def test_dymu_without_thresholds_is_skipped_with_an_error(call: Any, lmms_eval: Any, tmp_path: Path) -> None:
+    flags = (*"--methods dymu,random --budgets 64 --sets gqa --out".split(), tmp_path, "--thresholds", tmp_path / "t")
+    code, _, error = call("run", *flags)
     assert code == 2 and f"dymu-64: {tmp_path / 't'} does not" in error and "`tokenprune fit dymu" in error
     assert [name for name, _ in lmms_eval.calls] == ["unpatched", "random-64"]
     (tmp_path / "t").write_bytes(b"")
-    assert call("run", *given)[0] == 0 and lmms_eval.calls[-1] == ("dymu-64", "gqa")
+    assert call("run", *flags)[0] == 0 and lmms_eval.calls[-1] == ("dymu-64", "gqa")
 
 
 def test_running_without_lmms_eval_says_how_to_get_it(papers: Any, call: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -142,17 +145,19 @@ def test_the_page_is_current(papers: Any, call: Any, tmp_path: Path, monkeypatch
     assert call("page", "--check")[0] == 0, "run python benchmarks/experiments/papers_table.py page"
     assert all(f"[{row.source}]" in text for row in papers.published.published().rows)
     monkeypatch.setattr(papers.script, "PAGE", stale)
-    for cell, wrong in (("| 99.2 (9) |", "| 98.2 (9) |"), ("206.5", "192.0")):  # of the table, and of the budgets
+    # A cell of the table of results, and a cell of the table of budgets.
+    for cell, wrong in (("| 99.2 (9) |", "| 98.2 (9) |"), ("206.5", "192.0")):
         assert cell in text
         stale.write_text(text.replace(cell, wrong))
         assert call("page", "--check")[0] == 1
         assert call("page")[0] == 0 and stale.read_text() == text
 
 
-def test_what_papers_count_comes_to_what_their_layers_see(papers: Any) -> None:
-    """By hand, from the lists in the authors' code; 9, 4 and 3 tokens are merged ones on top of SparseVLM's."""
+def test_averages_of_papers_equal_the_tokens_of_their_layers(papers: Any) -> None:
+    """Expected values follow the lists in the authors' code; 9, 4 and 3 tokens are merged tokens, beyond SparseVLM's
+    counts."""
     counts = papers.counts
-    by_name = {(one.method, one.called): one for one in counts.COUNTS}
+    by_name = {(count.method, count.called): count for count in counts.COUNTS}
     assert len(by_name) == len(counts.COUNTS)
     assert by_name["dart", "64"].average == (2 * 576 + 30 * 68) / 32
     assert by_name["sparsevlm", "192"].average == (3 * 576 + 4 * 309 + 9 * 204 + 16 * 113) / 32
@@ -160,20 +165,20 @@ def test_what_papers_count_comes_to_what_their_layers_see(papers: Any) -> None:
     assert by_name["adaptinfer", "128"].average == (2 * 576 + 9 * 290 + 10 * 72 + 11 * 18) / 32
     assert by_name["tops", "64, both stages"].average == (12 * 128 + 12 * 64 + 8 * 16) / 32
     assert by_name["pyramiddrop", "270"].average == (8 * 576 + 8 * 288 + 8 * 144 + 8 * 72) / 32 == 270
-    for one in counts.COUNTS:
-        ours = papers.settings.cuts_of(tokenprune.method(one.method), Budget(average_tokens=one.average))
-        assert papers.settings.average(ours) == pytest.approx(one.average, abs=0.5), one
+    for count in counts.COUNTS:
+        cuts = papers.settings.cuts_of(tokenprune.method(count.method), Budget(average_tokens=count.average))
+        assert papers.settings.average(cuts) == pytest.approx(count.average, abs=0.5), count
 
 
 def test_the_page_names_no_method_without_published_numbers(papers: Any) -> None:
     data = papers.published.published()
     settings = papers.settings.settings()
-    absent = {one.method for one in settings if not data.get_rows(one.method)}
+    absent = {candidate.method for candidate in settings if not data.get_rows(candidate.method)}
     assert absent and "random" in absent
     text = papers.script.written(papers.script.PAGE.read_text())
     assert not [name for name in absent if f"| `{name}` | [" in text]
-    everything = "\n".join(papers.tables.to_markdown(one) for one in papers.tables.comparison())
-    names = {one.name for one in settings}
+    everything = "\n".join(papers.tables.to_markdown(table) for table in papers.tables.comparison())
+    names = {candidate.name for candidate in settings}
     assert all(f"| `{name}` | 64 |" in everything for name in absent if f"{name}-64" in names)
 
 

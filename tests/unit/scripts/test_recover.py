@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/experiments/recover.py on a few drawn questions: what it trains on, that it trains, and what it writes."""
+"""Test benchmarks/experiments/recover.py on a few drawn questions: its training data, its training, and its rows."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def test_a_run_of_a_few_steps(script: Any, tmp_path: Path, monkeypatch: pytest.M
     script.main()
     header, *records = (json.loads(line) for line in path.read_text().splitlines())
     assert header["questions"] == len(header["kinds"]) == 9
-    tried, tuned = ([one for one in records if one["record"] == name] for name in ("tried", "tuned"))
-    assert [one["rate"] for one in tried] == [0, 0.001] and tried[0]["validation_loss"] != tried[1]["validation_loss"]
-    assert [(one["under"], one["rate"]) for one in tuned] == [("pruning", 0.001), ("nothing", 0.001)]
-    for one in tuned:
-        assert len(one["losses"]) == 2 and {"seconds", "cpu_seconds", "load"} <= one.keys()
-    assert tuned[0]["losses"] != tuned[1]["losses"]  # the same questions, other tokens
-    results = {(one["tuned"], one["method"], one["keep"]): one for one in records if one["record"] == "result"}
-    assert len(results) == 3 * 5 and {len(one["right"]) for one in results.values()} == {9}
-    whole = results[None, "nothing", 1.0]["tokens"]
-    assert results["pruning", "divprune", 0.11]["tokens"] == pytest.approx(0.11 * whole, abs=1)
+    tried, tuned = ([row for row in records if row["record"] == name] for name in ("tried", "tuned"))
+    assert [row["rate"] for row in tried] == [0, 0.001] and tried[0]["validation_loss"] != tried[1]["validation_loss"]
+    assert [(row["under"], row["rate"]) for row in tuned] == [("pruning", 0.001), ("nothing", 0.001)]
+    for row in tuned:
+        assert len(row["losses"]) == 2 and {"seconds", "cpu_seconds", "load"} <= row.keys()
+    assert tuned[0]["losses"] != tuned[1]["losses"]  # the same questions with other visual tokens
+    results = {(row["tuned"], row["method"], row["keep"]): row for row in records if row["record"] == "result"}
+    assert len(results) == 3 * 5 and {len(row["right"]) for row in results.values()} == {9}
+    unpruned = results[None, "nothing", 1.0]["tokens"]
+    assert results["pruning", "divprune", 0.11]["tokens"] == pytest.approx(0.11 * unpruned, abs=1)
 
     monkeypatch.setattr(importlib.import_module("recover_page"), "RESULTS", path)
     monkeypatch.setattr(importlib.import_module("recover_page"), "ROOT", tmp_path)
@@ -56,7 +56,7 @@ def test_a_run_of_a_few_steps(script: Any, tmp_path: Path, monkeypatch: pytest.M
 
     before = path.read_text()
     path.write_text("".join(before.splitlines(keepends=True)[:-1]))
-    monkeypatch.setattr(script, "tune", None)  # only what is missing: an answer of the model as shipped
+    monkeypatch.setattr(script, "tune", None)  # measure only the missing row: an answer of the shipped model
     script.main()
     *_, last = (json.loads(line) for line in path.read_text().splitlines())
     assert (last["tuned"], last["method"]) == (None, "nothing") and last["right"] == records[-1]["right"]
@@ -65,33 +65,33 @@ def test_a_run_of_a_few_steps(script: Any, tmp_path: Path, monkeypatch: pytest.M
 def test_the_frozen_tower_changes_nothing(script: Any) -> None:
     torch.manual_seed(0)
     tower, plain = script.FrozenTower(), load_model("demo_qwen", device="cpu")
-    quick = script.loaded(tower)
-    asked = next(script.batches(script.draw(script.VALIDATION, 3), 3, (1,)))
-    assert len({one.image.size for one in asked}) > 1
-    found = []
-    for subject in (plain, quick, quick):
+    cached = script.loaded(tower)
+    batch = next(script.batches(script.draw(script.VALIDATION, 3), 3, (1,)))
+    assert len({sample.image.size for sample in batch}) > 1
+    results = []
+    for subject in (plain, cached, cached):
         with tokenprune.patched(subject.model.train(), "divprune", keep=0.25, guard="off"):
-            loss = subject.model(**script.lesson(subject, asked), use_cache=False).loss
+            loss = subject.model(**script.lesson(subject, batch), use_cache=False).loss
         (gradient,) = torch.autograd.grad(loss, subject.model.model.visual.merger.mlp[0].weight)
-        found.append((loss.detach(), gradient))
-    assert len(tower.known) == 3 and found[0][1].abs().max() > 0
-    for loss, gradient in found[1:]:
-        torch.testing.assert_close(loss, found[0][0])
-        torch.testing.assert_close(gradient, found[0][1])
+        results.append((loss.detach(), gradient))
+    assert len(tower.known) == 3 and results[0][1].abs().max() > 0
+    for loss, gradient in results[1:]:
+        torch.testing.assert_close(loss, results[0][0])
+        torch.testing.assert_close(gradient, results[0][1])
 
 
-def test_what_is_learned_from_is_not_what_is_asked(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_data_and_held_out_questions_are_disjoint(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "load_heldout", None)
     splits = []
     monkeypatch.setattr(script, "load_photos", lambda split: splits.append(split) or ())
-    one, other = script.draw(script.TUNING, 2), script.draw(script.VALIDATION, 2)
+    tuning_batches, validation_batches = script.draw(script.TUNING, 2), script.draw(script.VALIDATION, 2)
     assert set(splits) == {"train"}
-    assert len({asked[0].image.tobytes() for asked in (*one, *other)}) == 4
+    assert len({batch[0].image.tobytes() for batch in (*tuning_batches, *validation_batches)}) == 4
     assert script.SEED not in (20260101, 20260102, 20260202)
     subject = load_model("demo_qwen", device="cpu")
-    made = script.lesson(subject, [one[0][0], load_heldout(limit=1, folder=subject.heldout)[0]])
-    assert (made["labels"] >= 0).sum(1).tolist() == [2, 2]  # the answer and the end
-    assert made["labels"].shape == made["input_ids"].shape == made["attention_mask"].shape
+    inputs = script.lesson(subject, [tuning_batches[0][0], load_heldout(limit=1, folder=subject.heldout)[0]])
+    assert (inputs["labels"] >= 0).sum(1).tolist() == [2, 2]  # the answer and the end token
+    assert inputs["labels"].shape == inputs["input_ids"].shape == inputs["attention_mask"].shape
 
 
 def test_supervised_fine_tuning(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,12 +104,12 @@ def test_supervised_fine_tuning(script: Any, tmp_path: Path, monkeypatch: pytest
     sizes = "--model demo_vlm --heldout 4 --steps 3 --batch 1 --rate 0.01 --whole".split()
     monkeypatch.setattr(sys, "argv", ["recover_sft.py", *sizes, "--json", str(path)])
     recover_sft.main()
-    assert [one["keep"] for one in patched if "replace" in one] == [0.25, 0.11, 0.25]
+    assert [options["keep"] for options in patched if "replace" in options] == [0.25, 0.11, 0.25]
     header, *records = (json.loads(line) for line in path.read_text().splitlines())
     assert header["questions"] == len(header["kinds"]) == 4
-    (tuned,) = (one for one in records if one["record"] == "tuned")
+    (tuned,) = (record for record in records if record["record"] == "tuned")
     assert len(tuned["losses"]) == 3 and tuned["parameters"] > 0
-    results = {(one["tuned"], one["keep"]): one for one in records if one["record"] == "result"}
+    results = {(record["tuned"], record["keep"]): record for record in records if record["record"] == "result"}
     assert results.keys() == {(name, keep) for name in (None, "sft") for keep in (0.25, 0.11, 1.0)}
     assert results["sft", 0.25]["tokens"] == 0.25 * results[None, 1.0]["tokens"]
 

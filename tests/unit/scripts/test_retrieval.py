@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/retrieval.py: questions that one document answers, how vectors merge, and that the page has the table."""
+"""Test experiments/retrieval.py: questions with a single right document, merging of vectors, and the table of the
+page."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ def test_the_page_has_the_table(script: Any) -> None:
 
 
 def test_a_question_has_one_right_document(script: Any) -> None:
-    one, two, other = (script.Page(None, facts.split()) for facts in ("a b c d", "a b c e", "f g h i"))
-    asked = script.unique_questions([one, two, other])
-    assert [(page, text) for page, text in asked if page == 0] == [(0, "b c d"), (0, "a c d"), (0, "a b d")]
-    assert len([page for page, _ in asked if page == 2]) == 4
+    first, second, other = (script.Page(None, facts.split()) for facts in ("a b c d", "a b c e", "f g h i"))
+    questions = script.unique_questions([first, second, other])
+    assert [(page, text) for page, text in questions if page == 0] == [(0, "b c d"), (0, "a c d"), (0, "a b d")]
+    assert len([page for page, _ in questions if page == 2]) == 4
 
 
 def test_merged_vectors(script: Any) -> None:
@@ -35,15 +36,17 @@ def test_merged_vectors(script: Any) -> None:
     ends = torch.nn.functional.normalize(torch.randn(3, script.WIDTH), dim=-1)
     vectors = ends.repeat_interleave(4, 0)
     for merge in (script.ward, script.row_means):
-        found = merge(vectors, 3)
-        assert found.shape == ends.shape
-        assert torch.allclose((found @ ends.T).amax(0), torch.ones(3), atol=1e-5)
+        merged = merge(vectors, 3)
+        assert merged.shape == ends.shape
+        assert torch.allclose((merged @ ends.T).amax(0), torch.ones(3), atol=1e-5)
     attention = torch.rand(5, script.TOKENS)
     assert script.docpruner(attention, 28).sum() == 5 * 28
 
 
-def test_what_a_document_shows_is_drawn_the_same_again(script: Any) -> None:
+def test_documents_are_reproducible(script: Any) -> None:
     training = importlib.import_module("retrieval_training")
-    one, again = training.draw(1, 2), training.draw(1, 2)
-    assert one.facts == again.facts and len(one.facts) == 4 and one.image.tobytes() == again.image.tobytes()
-    assert training.question(one, 0) == " ".join(one.facts[1:])
+    document, again = training.draw(1, 2), training.draw(1, 2)
+    assert (
+        document.facts == again.facts and len(document.facts) == 4 and document.image.tobytes() == again.image.tobytes()
+    )
+    assert training.question(document, 0) == " ".join(document.facts[1:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of results are of a quiet machine, or marked; files of results go on row by row."""
+"""Test rows of results: rows measured under load are marked, and files continue row by row."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FIRST = {"cpus": 2, "load": 1.0}
 
 @pytest.fixture
 def rows(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """benchmarks/experiments/rows.py, on a quiet machine of two cores."""
+    """Return benchmarks/experiments/rows.py on a quiet machine with two cores."""
     module = script("rows")
     monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(module, "_now", lambda: 1.0)
     return module
 
 
-def given(**more: bool) -> argparse.Namespace:
+def build_options(**more: bool) -> argparse.Namespace:
     return argparse.Namespace(**{"allow_load": False, "resume": False, "missing": False} | more)
 
 
@@ -34,13 +34,13 @@ def given(**more: bool) -> argparse.Namespace:
     [
         ({"load": 2.0, "cpus": 2}, None, False),
         ({"load": 2.01, "cpus": 2}, None, True),
-        ({"load": 3.0, "cpus": 4}, {"cpus": 2, "load": 9.0}, False),  # the row's own goes first
+        ({"load": 3.0, "cpus": 4}, {"cpus": 2, "load": 9.0}, False),  # the row's values have priority
         ({}, {"cpus": 2, "load": 9.0}, True),
         ({"load": 1.0}, {"cpus": 2, "load": 9.0}, False),
-        ({"timing": {"load": 3.1}, "environment": {"cores": 2}}, {}, True),  # of `tokenprune bench`
+        ({"timing": {"load": 3.1}, "environment": {"cores": 2}}, {}, True),  # format of `tokenprune bench`
         ({"timing": {"load": 1.1}, "environment": {"cores": 2}}, {}, False),
         ({"loaded": True}, None, True),
-        ({}, {}, False),  # of before loads were noted
+        ({}, {}, False),  # written before loads were recorded
     ],
 )
 def test_loaded_is_a_load_above_the_cores(rows: Any, row: dict, header: dict | None, loaded: bool) -> None:
@@ -53,7 +53,7 @@ def test_a_loaded_row_is_not_written_unless_it_is_marked(
 ) -> None:
     path = tmp_path / "a.jsonl"
     monkeypatch.setattr(rows, "_now", lambda: 1.5)
-    rows.Rows(path, FIRST, given(), code="a").measure("quiet", lambda: {"ms": 1})
+    rows.Rows(path, FIRST, build_options(), code="a").measure("quiet", lambda: {"ms": 1})
     before, ran = path.read_text(), []
 
     def run() -> dict[str, Any]:
@@ -64,47 +64,47 @@ def test_a_loaded_row_is_not_written_unless_it_is_marked(
     if when == "begin":
         monkeypatch.setattr(rows, "_now", lambda: 3.5)
     with pytest.raises(SystemExit, match=r"load is 3.5 on 2 cores.*--resume.*--allow-load"):
-        rows.Rows(path, FIRST, given(resume=True), code="a").measure("busy", run)
+        rows.Rows(path, FIRST, build_options(resume=True), code="a").measure("busy", run)
     assert path.read_text() == before and len(ran) == (when == "end")
-    rows.Rows(path, FIRST, given(resume=True, allow_load=True), code="a").measure("busy", run)
+    rows.Rows(path, FIRST, build_options(resume=True, allow_load=True), code="a").measure("busy", run)
     _, (quiet, busy) = rows.read(path)
     assert "loaded" not in quiet and quiet["load"] == 1.5
     assert busy["loaded"] is True and busy["load"] == 3.5 and busy["cpus"] == 2
     assert rows.quiet(path)[1] == [quiet]
 
 
-def test_it_goes_on_after_the_quiet_rows_of_the_same_measurement(rows: Any, tmp_path: Path) -> None:
+def test_a_run_continues_after_quiet_rows_of_the_same_measurement(rows: Any, tmp_path: Path) -> None:
     path, ran = tmp_path / "a.jsonl", []
 
-    def measure(file: Any, place: Any) -> Any:
-        return file.measure(place, lambda: ran.append(place) or [{"ms": 1}, {"ms": 2}])
+    def measure(file: Any, key: Any) -> Any:
+        return file.measure(key, lambda: ran.append(key) or [{"ms": 1}, {"ms": 2}])
 
-    for place in (("a", 1), ("b", 2)):
-        assert len(measure(rows.Rows(path, FIRST, given(resume=True), code="x", threads=1), place)) == 2
-        assert place == ran[-1]  # it was written at once: another process goes on
-    measure(rows.Rows(path, FIRST, given(resume=True), code="x", threads=1), ("a", 1))
+    for key in (("a", 1), ("b", 2)):
+        assert len(measure(rows.Rows(path, FIRST, build_options(resume=True), code="x", threads=1), key)) == 2
+        assert key == ran[-1]  # rows are written at once, so another process can continue
+    measure(rows.Rows(path, FIRST, build_options(resume=True), code="x", threads=1), ("a", 1))
     assert len(ran) == 2
-    measure(rows.Rows(path, FIRST, given(missing=True), code="y", threads=1), ("a", 1))
-    assert len(ran) == 2  # --missing takes rows of other code
-    measure(rows.Rows(path, FIRST, given(resume=True), code="y", threads=1), ("a", 1))
-    assert len(ran) == 3 and len(rows.read(path)[1]) == 2  # --resume does not
+    measure(rows.Rows(path, FIRST, build_options(missing=True), code="y", threads=1), ("a", 1))
+    assert len(ran) == 2  # --missing accepts rows of other code
+    measure(rows.Rows(path, FIRST, build_options(resume=True), code="y", threads=1), ("a", 1))
+    assert len(ran) == 3 and len(rows.read(path)[1]) == 2  # --resume does not accept them
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[1]["load"] = lines[2]["load"] = 7.0
     rows.write(path, lines)
-    measure(rows.Rows(path, FIRST, given(resume=True), code="y", threads=1), ("a", 1))
-    assert len(ran) == 4  # a loaded row is measured anew
-    measure(rows.Rows(path, FIRST, given(), code="y", threads=1), ("b", 2))
-    assert [one["place"] for one in rows.read(path)[1]] == [["b", 2]] * 2  # without --resume the file is new
+    measure(rows.Rows(path, FIRST, build_options(resume=True), code="y", threads=1), ("a", 1))
+    assert len(ran) == 4  # a loaded row is measured again
+    measure(rows.Rows(path, FIRST, build_options(), code="y", threads=1), ("b", 2))
+    assert [row["place"] for row in rows.read(path)[1]] == [["b", 2]] * 2  # without --resume the file is replaced
 
 
 def test_committed_rows_of_a_loaded_machine_are_marked(rows: Any) -> None:
-    """Those of before scripts refused them; what `tokenprune bench` wrote is told by its own load."""
-    found = 0
+    """Check rows from before the scripts refused to write them, and rows of `tokenprune bench` by their load."""
+    num_loaded = 0
     for path in [*(ROOT / "benchmarks/results/cpu").glob("*.jsonl"), ROOT / "benchmarks/results/encoder.jsonl"]:
         header, *records = (json.loads(line) for line in path.read_text().splitlines())
-        for one in (header, *records):
-            if "load" in one and one["load"] > one.get("cpus", header["cpus"]):
-                found += 1
-                assert one.get("loaded") is True, (path.name, one.get("method"))
+        for record in (header, *records):
+            if "load" in record and record["load"] > record.get("cpus", header["cpus"]):
+                num_loaded += 1
+                assert record.get("loaded") is True, (path.name, record.get("method"))
             else:
-                assert "loaded" not in one, (path.name, one.get("method"))
+                assert "loaded" not in record, (path.name, record.get("method"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dev/screenshots.py finds what is wrong with a page, in a real browser, and nothing where nothing is."""
+"""Test that dev/screenshots.py finds the problems of a page in a browser, and reports none for good pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.unit.docs.test_docs import ROOT, generator
 
-# As wide whatever the fonts are.
+# As wide with any font.
 WIDE = "<table style='width: 3000px'><tr><td>a cell</table>"
 PAGES = {
     "good": f"<h1>Good</h1><div style='overflow-x: auto'>{WIDE}</div>",
@@ -19,23 +19,23 @@ PAGES = {
 }
 
 
-# A script, an address and a file fail whatever the fonts are: what is wide is tried with all of them.
+# Scripts, addresses and files fail with any font, but wide content is tried with all font sizes.
 FONTS = {name: (8, 16, 32) if "table" in body else (16,) for name, body in PAGES.items()}
 
 
-def test_what_is_wrong_with_a_page_is_said(browser: Any, tmp_path: Path) -> None:
+def test_problems_of_a_page_are_reported(browser: Any, tmp_path: Path) -> None:
     tool, names = generator("screenshots"), []
     for name, font in ((name, font) for name, fonts in FONTS.items() for font in fonts):
         head = "<!doctype html><html lang=en><link rel=icon href='data:,'><title>-</title>"
         style = f"<style>* {{font-size: {font}px}}</style>"
         names.append(f"{name}{font}.html")
         (tmp_path / names[-1]).write_text(f"{head}{style}<body>{PAGES[name]}")
-    found = tool.check(browser, tmp_path, names, tmp_path / "out")
-    said = {"loud16": "broken thing", "far16": "asks for https://example.org/far.png"}
-    for name, what in (said | {f"cut{font}": "cut off" for font in FONTS["cut"]}).items():
-        assert sum(one.startswith(f"{name}.html at ") and what in one for one in found) == 4, name
-    assert any(one.startswith("gone16.html at 390, dark: an image does not load") for one in found)
-    assert not [one for one in found if one.startswith("good")]
+    problems = tool.check(browser, tmp_path, names, tmp_path / "out")
+    expected = {"loud16": "broken thing", "far16": "asks for https://example.org/far.png"}
+    for name, text in (expected | {f"cut{font}": "cut off" for font in FONTS["cut"]}).items():
+        assert sum(problem.startswith(f"{name}.html at ") and text in problem for problem in problems) == 4, name
+    assert any(problem.startswith("gone16.html at 390, dark: an image does not load") for problem in problems)
+    assert not [problem for problem in problems if problem.startswith("good")]
     assert len(list((tmp_path / "out").glob("*.png"))) == 4 * len(names)
 
 

@@ -43,7 +43,7 @@ def test_lines_count_the_code_of_every_file_of_an_integration(house: ModuleType)
 
 
 def test_one_cut_runs_through_no_more_files_than_today(house: ModuleType) -> None:
-    """The targets are 10 files and 1,700 lines; dev/house.py says why they are not reached."""
+    """The targets are 10 files and 1,700 lines; dev/house.py explains why they are not reached."""
     measured = {name: value for name, (value, _) in house.measure_cut().items()}
     assert measured["files of one cut"] <= LIMITS["cut"]["files"]
     assert measured["lines of the files of one cut"] <= LIMITS["cut"]["lines"] * SLACK["lines"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every method on every family: the committed record of `dev/sweep.py`, and a part of the sweep."""
+"""Test `dev/sweep.py`: its committed record of every method on every family, and a part of the sweep."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import select_observables
 from zoo import FAMILIES as ZOO
 
-# Refusals that patch() cannot know, because other prompts run: an image of many tiles has too few tokens per tile for
-# the tiny tower's two blocks, and images run where videos do not.
+# patch() cannot know these refusals, because other prompts run: an image of many tiles has too few tokens per tile for
+# the tiny tower's two blocks, and only videos are refused.
 EXPECTED_IN_CALL = {
     ("llava_next", "tome", "two images per row"): "a block merges at most half of its tokens",
     ("llava_onevision", "tome", "videos"): "video features",
@@ -32,20 +32,20 @@ def sweep(script: Any) -> ModuleType:
     return script("sweep")
 
 
-def tower_methods() -> list[str]:
+def list_tower_methods() -> list[str]:
     """Return one method per set of observables of the vision tower."""
     by_needs: dict[frozenset[str], str] = {}
     for name in tokenprune.available_methods():
-        seen = select_observables(tokenprune.method(name).needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
-        if seen:
-            by_needs.setdefault(frozenset(observable.name for observable in seen), name)
+        observables = select_observables(tokenprune.method(name).needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
+        if observables:
+            by_needs.setdefault(frozenset(observable.name for observable in observables), name)
     return sorted(by_needs.values())
 
 
 def check(outcomes: list[Any], sweep: ModuleType) -> None:
-    """Check that no outcome is a raw error, and that each refusal in a call is an expected one."""
+    """Check that no outcome is a raw error, and that each refusal in a call is expected."""
     bad = [outcome for outcome in outcomes if outcome.outcome in (sweep.RAW, sweep.IN_CALL)]
-    assert {(one.family, one.method, one.input) for one in bad} <= EXPECTED_IN_CALL.keys(), bad
+    assert {(outcome.family, outcome.method, outcome.input) for outcome in bad} <= EXPECTED_IN_CALL.keys(), bad
     assert not [outcome for outcome in bad if outcome.outcome == sweep.RAW]
 
 
@@ -60,7 +60,7 @@ def test_the_record_has_no_raw_error(sweep: ModuleType) -> None:
 
 
 def test_every_method_on_glm4v(sweep: ModuleType) -> None:
-    """The tower of GLM-4V merges patches itself: its output has fewer rows than its blocks."""
+    """The tower of GLM-4V merges patches, so its output has fewer rows than its blocks."""
     outcomes = list(sweep.sweep(["glm4v"], tokenprune.available_methods()))
     check(outcomes, sweep)
     ran = {(outcome.method, outcome.input) for outcome in outcomes if outcome.outcome == sweep.OK}
@@ -73,7 +73,7 @@ def test_every_method_on_glm4v(sweep: ModuleType) -> None:
 def test_methods_that_read_the_tower(name: str, sweep: ModuleType) -> None:
     if name in REASONS:
         pytest.skip(REASONS[name])
-    outcomes = list(sweep.sweep([name], tower_methods()))
+    outcomes = list(sweep.sweep([name], list_tower_methods()))
     check(outcomes, sweep)
     assert any(outcome.outcome == sweep.OK for outcome in outcomes)
 
@@ -89,7 +89,7 @@ def test_a_raw_error_is_recorded_as_such(sweep: ModuleType, build: Any) -> None:
     family = FAMILIES["llava"]
     model = build(family)
     inputs = sweep.runnable_inputs(family, model)
-    assert list(inputs) == ["image", "two images per row"]  # LLaVA takes no videos
+    assert list(inputs) == ["image", "two images per row"]  # LLaVA does not support videos
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenprune, "method", lambda name: Broken())
         outcomes = list(sweep.sweep_method("llava", model, inputs, "broken"))

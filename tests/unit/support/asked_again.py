@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about images that were asked about before, and a count of what the vision tower is given."""
+"""Repeated questions about the same images, and a count of the vision tower's inputs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 import tokenprune
 from zoo import FIRST_TEXT_ID, VOCAB, Inputs
 
-ROOM = 2**24  # bytes for all images of a test
+ROOM = 2**24  # cache size in bytes, large enough for all images of a test
 
 
-def another_question(inputs: dict[str, Any], number: int) -> Inputs:
-    """The same images, with other words around them."""
+def another_question(inputs: dict[str, Any], index: int) -> Inputs:
+    """Return the same images with other words around them."""
     ids = inputs["input_ids"]
-    words = (ids - FIRST_TEXT_ID + 7 * number) % (VOCAB - FIRST_TEXT_ID) + FIRST_TEXT_ID
+    words = (ids - FIRST_TEXT_ID + 7 * index) % (VOCAB - FIRST_TEXT_ID) + FIRST_TEXT_ID
     other = Inputs(inputs | {"input_ids": torch.where(ids >= FIRST_TEXT_ID, words, ids)})
     other.counts = inputs.counts
     return other
@@ -27,7 +27,7 @@ def another_question(inputs: dict[str, Any], number: int) -> Inputs:
 
 @contextmanager
 def tower_calls(model: Any) -> Iterator[list[int]]:
-    """Within, a list of how many patches (or tiles of images) each call of the model's vision tower was given."""
+    """Record the number of patches (or image tiles) of each vision tower call within this context."""
     base, calls = model.model, []
     tower = next(getattr(base, name) for name in ("vision_tower", "visual", "vision_model") if hasattr(base, name))
 
@@ -40,5 +40,5 @@ def tower_calls(model: Any) -> Iterator[list[int]]:
 
 def counts(model: Any) -> tuple[int, int]:
     """Return (hits, misses) of a model's feature cache."""
-    found = tokenprune.feature_cache(model).counts()
-    return found.hits, found.misses
+    counts = tokenprune.feature_cache(model).counts()
+    return counts.hits, counts.misses

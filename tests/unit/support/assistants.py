@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of assistants share."""
+"""Helpers for tests of assisted generation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, DRAFTED = 11, 4
 
 @contextmanager
 def helped(model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Yield an assistant that drafts `DRAFTED` tokens a round, whatever it thinks of them."""
+    """Yield an assistant that drafts `DRAFTED` tokens per round, regardless of its confidence."""
     assistant = tokenprune.assistant(model, *args, **kwargs)
     assistant.generation_config.num_assistant_tokens = DRAFTED
     assistant.generation_config.assistant_confidence_threshold = 0.0
@@ -29,7 +29,7 @@ def helped(model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
 
 
 def lengths_of(model: Any, family: Family, inputs: Any, assistant: Any) -> tuple[Any, list[int]]:
-    """What an assisted `generate` writes, and the length of each forward of the target."""
+    """Return the output of an assisted `generate` and the length of each forward of the target."""
     lengths: list[int] = []
     handle = watch(model, family, lengths)
     try:
@@ -38,14 +38,16 @@ def lengths_of(model: Any, family: Family, inputs: Any, assistant: Any) -> tuple
         handle.remove()
 
 
-def same(model: Any, was: dict[str, Any]) -> bool:
-    """Whether all that a patch may touch is as it was, but for what Qwen remembers of its last prompt."""
-    now = snapshot(model)
-    return all(now.get(key) == was.get(key) for key in now.keys() | was.keys() if "rope_deltas" not in key)
+def same(model: Any, before: dict[str, Any]) -> bool:
+    """Return whether the patchable state of a model equals a snapshot, except for the rope deltas of Qwen's last
+    prompt."""
+    after = snapshot(model)
+    return all(after.get(key) == before.get(key) for key in after.keys() | before.keys() if "rope_deltas" not in key)
 
 
 def small_llava() -> Any:
-    """Reads the prompts of the zoo's LLaVA, with a smaller decoder and another tower of the same geometry."""
+    """Build a model for the prompts of the zoo's LLaVA, with a smaller decoder and another tower of the same
+    geometry."""
     family = FAMILIES["llava"]
     config = copy.deepcopy(family.config)
     config["text_config"] |= dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2)
@@ -56,7 +58,7 @@ def small_llava() -> Any:
 def tower_runs(model: Any, family: Family, inputs: Any, assistant: Any) -> int:
     runs: list[Any] = []
     handles = [
-        one.model.vision_tower.register_forward_hook(lambda *call: runs.append(call)) for one in (model, assistant)
+        owner.model.vision_tower.register_forward_hook(lambda *call: runs.append(call)) for owner in (model, assistant)
     ]
     model.generate(**inputs, max_new_tokens=3, assistant_model=assistant)
     for handle in handles:

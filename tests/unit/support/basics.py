@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of all folders use: lists of methods, all of a model that a patch may touch, places of visual tokens."""
+"""Lists of methods, snapshots of models and positions of visual tokens, for tests of all folders."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tokenprune.selection.observable_registry import select_observables
 from zoo import IMAGE, VIDEO, Family
 
 METHODS = tokenprune.available_methods()
-# What acts on pixels needs a processor; these tests hand the model ready-made tensors. What acts in the encoder changes
-# the features, so that an oracle with the unpatched encoder does not fit: see test_encoder.py.
+# Methods that act on pixels need a processor, but these tests pass tensors to the model. Methods that act in the
+# encoder change the features, so the oracle with the unpatched encoder does not apply: see test_encoder.py.
 _BEFORE_THE_DECODER = (Site.PRE_ENCODER, Site.IN_ENCODER)
-# What acts on attention removes nothing, so there is no cut to look at: see test_pevlm.py.
+# Methods that change attention remove no tokens and cut nowhere: see test_pevlm.py.
 _ELSEWHERE = (*_BEFORE_THE_DECODER, Site.ATTENTION)
-# What compares the frames of videos leaves images alone, and is refused for families without videos. What merges them
-# in the tower is another matter: see test_frame_merging.py.
+# Methods that compare frames ignore images and are refused for families without videos. Methods that merge frames in
+# the tower are tested in test_frame_merging.py.
 _INFOS = map(tokenprune.method_info, METHODS)
 _COMPARING = [info.name for info in _INFOS if select_observables(info.observables, ObservedAt.FRAMES)]
 VIDEO_METHODS = [name for name in _COMPARING if tokenprune.method_info(name).site not in _ELSEWHERE]
-# What reads something that not every family has: see test_tile_methods.py.
+# These methods read observables that some families lack: see test_tile_methods.py.
 TILE_METHODS = [name for name in METHODS if find_missing_observable(tokenprune.method(name), SUPPORTED["qwen2_vl"])]
-# What reads the colours of pixels needs a processor, too: see test_erase.py.
+# These methods read pixel colors, which need a processor: see test_erase.py.
 COLOUR_METHODS = [name for name in METHODS if find_pixel_observables(tokenprune.method(name))]
 MODEL_METHODS = [
     name
@@ -38,7 +38,7 @@ MODEL_METHODS = [
     if tokenprune.method_info(name).site not in _ELSEWHERE
     and name not in (*VIDEO_METHODS, *TILE_METHODS, *COLOUR_METHODS)
 ]
-# Methods that cut once and keep what they are asked for; the others spread their budget over several cuts, or layers.
+# Methods with a single cut that keep exactly the budget; the others spread it over several cuts or layers.
 SINGLE_CUT = [
     name
     for name in MODEL_METHODS
@@ -52,14 +52,15 @@ def at_the_decoder(method: str) -> Method:
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
-    """Everything that a patch may touch: hooks, instance attributes and configs of all modules, weights left out."""
-    seen: dict[str, Any] = {}
-    configs: dict[int, Any] = {}  # most modules share one, and writing it out is what takes long
+    """Return all state that a patch may change: hooks, instance attributes and configs of all modules, without
+    weights."""
+    state: dict[str, Any] = {}
+    configs: dict[int, Any] = {}  # most modules share a config, and `to_dict` is slow
     for name, module in model.named_modules():
         for key, value in module.__dict__.items():
             if key in ("_parameters", "_buffers", "_modules"):
                 value = sorted(value)
-            elif isinstance(value, dict):  # hooks among them
+            elif isinstance(value, dict):  # this includes hooks
                 value = {k: id(v) for k, v in value.items()}
             elif hasattr(value, "to_dict"):
                 if id(value) not in configs:
@@ -67,25 +68,25 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
                 value = configs[id(value)]
             elif not isinstance(value, (int, float, str, type(None))):
                 value = id(value)
-            seen[f"{name}.{key}"] = value
-        seen[f"{name}.class"] = type(module)
-    return seen
+            state[f"{name}.{key}"] = value
+        state[f"{name}.class"] = type(module)
+    return state
 
 
 def check_takes(family: Family, method: str) -> None:
     """Skip the test if `method` refuses models of `family`."""
     if (tokenprune.method_info(method).site is Site.ATTENTION or method in _COMPARING) and not family.video:
-        pytest.skip(f"{family.name} takes no video, and {method} says so (test_pevlm.py, test_frames.py)")
+        pytest.skip(f"{family.name} does not support videos, so it refuses {method} (test_pevlm.py, test_frames.py)")
     if method in TILE_METHODS and find_missing_observable(tokenprune.method(method), SUPPORTED[family.kind]):
-        pytest.skip(f"{family.name} has no thumbnail ahead of tiles, and {method} says so (test_tile_methods.py)")
+        pytest.skip(f"{family.name} lacks a thumbnail before the tiles, so it refuses {method} (test_tile_methods.py)")
 
 
 def pieces(family: Family, inputs: Any, per: str = "image") -> list[list[list[int]]]:
-    """Per row the positions of each piece of image that has a budget for itself."""
+    """Return, for each row, the positions of each segment with a separate budget."""
     rows = []
     for counts, ids in zip(inputs.counts, inputs["input_ids"], strict=True):
-        places = ((ids == IMAGE) | (ids == VIDEO)).nonzero().flatten()
+        positions = ((ids == IMAGE) | (ids == VIDEO)).nonzero().flatten()
         if per == "prompt":
-            counts = [len(places)] if len(places) else []
-        rows.append([piece.tolist() for piece in places.split(counts)])
+            counts = [len(positions)] if len(positions) else []
+        rows.append([segment.tolist() for segment in positions.split(counts)])
     return rows

@@ -26,9 +26,9 @@ SINK_FRAMES, BLOCK_FRAMES = 2, 4
 
 SMALL = dict(sink_frames=SINK_FRAMES, block_frames=BLOCK_FRAMES, min_frames=1)
 
-WAYS = (nullcontext, dense_mask)  # as the library computes it, and its reference
+WAYS = (nullcontext, dense_mask)  # the library's attention and its reference
 
-# A prompt beside it without video, or with another number of frames where the family can batch these.
+# The other row lacks a video, or has a video with another number of frames if the family can batch these.
 BATCHES: dict[str, dict[str, Any]] = {
     "one row": dict(video=13, images=(0,), rows=1),
     "left": dict(video=(13, 13), images=(0, 0)),
@@ -40,20 +40,20 @@ BATCHES: dict[str, dict[str, Any]] = {
 
 
 def visuals_of(inputs: Any, row: int, frames: int) -> list[Visual]:
-    """The videos (of `frames` frames) and images of a row, read off the prompt's ids."""
+    """Return the videos (of `frames` frames) and images of a row, from its input ids."""
     ids, visuals = inputs["input_ids"][row].tolist(), []
-    places = [position for position, token in enumerate(ids) if token in (VIDEO, VIDEO - 1)]
+    positions = [position for position, token in enumerate(ids) if token in (VIDEO, VIDEO - 1)]
     for count in inputs.counts[row]:
-        mine, places = places[:count], places[count:]
-        number = frames if ids[mine[0]] == VIDEO else 1
-        size = count // number
-        ends = [*(mine[(n + 1) * size - 1] + 1 for n in range(number - 1)), mine[-1] + 1]
-        visuals.append(Visual("video" if number > 1 else "image", tuple(zip(mine[::size], ends, strict=False))))
+        segment, positions = positions[:count], positions[count:]
+        num_frames = frames if ids[segment[0]] == VIDEO else 1
+        size = count // num_frames
+        ends = [*(segment[(n + 1) * size - 1] + 1 for n in range(num_frames - 1)), segment[-1] + 1]
+        visuals.append(Visual("video" if num_frames > 1 else "image", tuple(zip(segment[::size], ends, strict=False))))
     return visuals
 
 
 def block_ids(inputs: Any, frames: int = 13, sink: int = SINK_FRAMES, block: int = BLOCK_FRAMES) -> Tensor:
-    """long [B, L]: the block of each token, from the rule."""
+    """Return the block id of each token by the rule, shape (batch, length)."""
     rows = []
     for row, mask in enumerate(inputs["attention_mask"].bool()):
         visuals, end = visuals_of(inputs, row, frames), int(mask.nonzero()[-1]) + 1
@@ -66,7 +66,7 @@ def block_ids(inputs: Any, frames: int = 13, sink: int = SINK_FRAMES, block: int
 
 @contextmanager
 def blocked(family: Family, model: Any, ids: Tensor, dense: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Within, the unpatched model's layers mask, in prefill, what a token must not see."""
+    """Within this context, the unpatched model masks tokens outside the block of each query in prefill."""
     query, key = ids[:, :, None], ids[:, None, :]
     allowed = ((key == SINK) | (key == query) | (query == TAIL)) & (key != PADDING)
     allowed = allowed.tril() | torch.eye(ids.shape[1], dtype=torch.bool)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation and conversations with a given cache, for tests that compare kinds of caches; and a quantized cache that
-loses nothing: it differs from a dynamic cache only in its storage."""
+"""Generation and conversations on a given cache, to compare kinds of caches, and a lossless quantized cache, which
+differs from a dynamic cache only in its storage."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def generate(model: Any, inputs: Any, steps: int = 6, **options: Any) -> Any:
     try:
         return model.generate(**inputs, **fixed | options)
     finally:
-        vars(model).pop("_previous_max_cache_length", None)  # generate leaves it
+        vars(model).pop("_previous_max_cache_length", None)  # left by `generate`
 
 
-def check_same(got: Any, want: Any, exact: bool = False) -> None:
-    """Check that two outputs of `generate` have the same tokens and logits. exact: to the last bit."""
-    assert torch.equal(got.sequences, want.sequences)
-    check_logits(got.logits, want.logits, exact)
+def check_same(actual: Any, expected: Any, exact: bool = False) -> None:
+    """Check that two outputs of `generate` have the same tokens and logits. exact: bit for bit."""
+    assert torch.equal(actual.sequences, expected.sequences)
+    check_logits(actual.logits, expected.logits, exact)
 
 
-def check_logits(got: Any, want: Any, exact: bool = False) -> None:
-    for ours, theirs in zip(got, want, strict=True):
-        assert not exact or torch.equal(ours, theirs)
-        close(ours, theirs)
+def check_logits(actual: Any, expected: Any, exact: bool = False) -> None:
+    for actual_step, expected_step in zip(actual, expected, strict=True):
+        assert not exact or torch.equal(actual_step, expected_step)
+        close(actual_step, expected_step)
 
 
 @torch.no_grad()
@@ -46,10 +46,10 @@ def talk(model: Any, first: Any, later: Any, cache: Any) -> list[Tensor]:
 
 
 class Lossless(QuantizedLayer):
-    """Stores keys and values as they are, where a quantizer would store others."""
+    """Cache layer that stores exact keys and values instead of quantized values."""
 
     def __init__(self) -> None:
-        super().__init__(residual_length=3)  # quantized anew in every third step
+        super().__init__(residual_length=3)  # quantizes again every third step
 
     def _quantize(self, tensor: Tensor, axis: int) -> tuple[Tensor, dict[str, Tensor]]:
         return tensor.clone(), {"scale": torch.ones(1)}

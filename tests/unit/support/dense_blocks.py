@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in blocks by one dense mask of all pairs: the reference of tokenprune/kernels/block_attention.py."""
+"""Attention in blocks with one dense mask of all pairs: the reference of tokenprune/kernels/block_attention.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts
 
 @contextmanager
 def dense_mask() -> Iterator[None]:
-    """Have patched models attend by one dense mask, where they attend block by block."""
+    """Within this context, patched models attend with one dense mask instead of block by block."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, parts: Parts, scale: float, dropout: float = 0.0) -> Tensor:
         return attend_by_mask(query, key, value, ids_from(parts).expand(len(query), -1), scale, dropout)
@@ -29,13 +29,13 @@ def dense_mask() -> Iterator[None]:
 def ids_from(parts: Parts) -> Tensor:
     runs = [(PADDING, parts.before), (SINK, parts.sink), *((n + 1, size) for n, size in enumerate(parts.blocks))]
     runs += [(TAIL, parts.tail), (PADDING, parts.after)]
-    return torch.tensor([which for which, count in runs for _ in range(count)])
+    return torch.tensor([block_id for block_id, count in runs for _ in range(count)])
 
 
 def attend_by_mask(
     query: Tensor, key: Tensor, value: Tensor, ids: Tensor, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """Return what `attend_in_blocks` does, for rows with any ids (long `[B, L]`), with O(L^2) memory."""
+    """Compute the output of `attend_in_blocks` for rows with any ids, shape (batch, length), in O(L^2) memory."""
     allowed = allowed_pairs(ids.to(query.device))
     output = scaled_dot_product_attention(
         query,
@@ -50,9 +50,8 @@ def attend_by_mask(
 
 
 def allowed_pairs(ids: Tensor) -> Tensor:
-    """bool `[B, L, L]`: which keys (last axis) each query attends to. Padding attends to itself, so that no row is
-    empty."""
+    """Return a bool mask (batch, query, key) of allowed pairs. Padding attends to itself, so that no row is empty."""
     queries, keys = ids[:, :, None], ids[:, None, :]
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
-    seen = (keys == SINK) | (keys == queries) | ((queries == TAIL) & (keys != PADDING))
-    return causal & seen & (keys != PADDING) | torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)
+    allowed = (keys == SINK) | (keys == queries) | ((queries == TAIL) & (keys != PADDING))
+    return causal & allowed & (keys != PADDING) | torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An accelerator that is none: tensors that say they are on another device, and are computed on the CPU.
+"""A simulated accelerator: tensors report another device but are computed on the CPU.
 
-Whatever would make the host wait for a real one is counted: reading a value (`item`, `int`, `bool`, `tolist`,
-`equal`), a result whose size depends on values (`nonzero`, indexing by booleans, `unique`), every copy from or to the
-host that is not `non_blocking`, and a number that is written to one entry or by an index (`x[0] = 1`), which CUDA
-copies from the host. Mixing devices raises, as on a real one.
+All operations that would make the host wait for a real device are counted: reading a value (`item`, `int`, `bool`,
+`tolist`, `equal`), a result whose size depends on values (`nonzero`, boolean indexing, `unique`), every copy from or to
+the host without `non_blocking`, and writing a number to one entry or by an index (`x[0] = 1`), which CUDA copies from
+the host. Mixing devices raises, as on a real device.
 
-The name of the device is "far", one that torch keeps for back ends written in Python. From its first use on torch takes
-it for the machine's accelerator: tests that use it skip where there is a real one.
+The device is named "far", on a backend key that torch reserves for Python backends. After its first use torch treats it
+as the machine's accelerator, so tests that use it skip on machines with a real accelerator.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import tokenprune
 
 aten = torch.ops.aten
-# By folder, not by a name in a path: the checkout, or the environment inside it, may lie in a folder of that name.
+# Compare folders instead of names in a path: the checkout or its environment may be inside a folder of that name.
 _LIBRARY, _TRANSFORMERS = (os.path.join(os.path.dirname(module.__file__), "") for module in (tokenprune, transformers))
-# Their results, or the sizes of these, are values of the device.
+# Their results, or the result sizes, depend on values on the device.
 _READS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.item}
 _SIZED = {
     aten.nonzero, aten.masked_select, aten.unique_consecutive, aten.unique_dim, aten._unique2, aten._unique,
@@ -45,26 +45,26 @@ _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_,
 
 @cache
 def device() -> torch.device:
-    """Return the pretended device; skip the test where there is a real one."""
+    """Return the simulated device. Skip the test if a real accelerator exists."""
     if torch.cuda.is_available():
-        pytest.skip("a pretended device would be this process's accelerator, in the place of the GPU")
+        pytest.skip("the simulated device would replace the GPU as this process's accelerator")
     _setup_privateuseone_for_python_backend("far")
-    # Asked for by whatever saves the state of autocast, gradient checkpointing for one.
+    # Code that saves the autocast state, such as gradient checkpointing, calls this.
     torch.get_device_module("far").get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     return torch.device("far", 0)
 
 
 class Far(Tensor):
-    """A tensor on the far device; `near` holds its values."""
+    """A tensor on the simulated device; `near` holds its values."""
 
     @staticmethod
-    def __new__(cls, near: Tensor) -> Far:
-        made = Tensor._make_wrapper_subclass(
-            cls, near.shape, strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype,
-            device=device(), requires_grad=near.requires_grad,
+    def __new__(cls, values: Tensor) -> Far:
+        tensor = Tensor._make_wrapper_subclass(
+            cls, values.shape, strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype,
+            device=device(), requires_grad=values.requires_grad,
         )  # fmt: skip
-        made.near = near
-        return made
+        tensor.near = values
+        return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Far({self.near!r})"
@@ -73,10 +73,10 @@ class Far(Tensor):
         return self.cpu().tolist()
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        places = index if isinstance(index, tuple) else (index,)
-        by_index = any(isinstance(one, (Tensor, list)) and not _is_bool(one) for one in places)
+        indices = index if isinstance(index, tuple) else (index,)
+        by_index = any(isinstance(item, (Tensor, list)) and not _is_bool(item) for item in indices)
         if not isinstance(value, Tensor) and (
-            by_index or (len(places) == self.ndim and set(map(type, places)) <= {int})
+            by_index or (len(indices) == self.ndim and set(map(type, indices)) <= {int})
         ):
             _watching[-1].note("copy to the device")
         super().__setitem__(index, value)
@@ -90,7 +90,8 @@ class Far(Tensor):
 
 
 class Syncs(TorchDispatchMode):
-    """Runs operations of far tensors, and notes each that makes the host wait: (what, where in tokenprune)."""
+    """Runs operations of far tensors and records the operations that make the host wait, each as (operation, caller in
+    tokenprune)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class Syncs(TorchDispatchMode):
         ):
             self.note(str(packet))
         elif far and packet in _INDEXING and any(_is_bool(x) for x in args[1] if x is not None):
-            # A mask with one value for all becomes masked_fill, which waits for nothing.
+            # A mask with a single fill value becomes masked_fill, which does not wait.
             filled = packet not in (aten.index, aten._unsafe_index) and args[2].numel() == 1
             self.note(f"{packet} by booleans", 1 - filled)
         if far and packet is not aten._to_copy and packet is not aten.copy_:
@@ -132,23 +133,23 @@ class Syncs(TorchDispatchMode):
         def wrapped(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            same = next((y for y in flat if isinstance(y, Far) and y.near is x), None)
-            return Far(x) if same is None else same
+            original = next((y for y in flat if isinstance(y, Far) and y.near is x), None)
+            return Far(x) if original is None else original
 
         return tree_map(wrapped, result)
 
-    def note(self, what: str, times: int = 1) -> None:
-        frame = sys._getframe(1)  # not traceback.extract_stack, which reads the lines of every file on the way
+    def note(self, operation: str, times: int = 1) -> None:
+        frame = sys._getframe(1)  # traceback.extract_stack is too slow: it reads the source lines of every frame
         while frame is not None and not frame.f_code.co_filename.startswith((_LIBRARY, _TRANSFORMERS)):
             frame = frame.f_back
         ours = frame is not None and frame.f_code.co_filename.startswith(_LIBRARY)
-        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}" if ours else "the model"
-        self.found += [(what, place)] * times
+        caller = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}" if ours else "the model"
+        self.found += [(operation, caller)] * times
 
     @property
     def ours(self) -> Counter[tuple[str, str]]:
-        """Those that the library makes, by what and where."""
-        return Counter(found for found in self.found if found[1] != "the model")
+        """Return the counts of the library's syncs, by operation and caller."""
+        return Counter(sync for sync in self.found if sync[1] != "the model")
 
 
 _watching: list[Syncs] = []
@@ -176,11 +177,11 @@ def _leaves(tree: Any) -> Iterator[Any]:
 def counting() -> Iterator[Syncs]:
     device()
     syncs = Syncs()
-    # Has torch.tensor(..., device=) copy in the open.
+    # Make torch.tensor(..., device=) dispatch its copy.
     before, original = torch._C._only_lift_cpu_tensors(), torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        # A list of scalars on the device is read one by one, where no dispatch sees it.
+        # torch reads a list of device scalars one by one without dispatch.
         return original(tree_map(lambda x: x.item() if isinstance(x, Far) else x, data), *args, **kwargs)
 
     torch._C._set_only_lift_cpu_tensors(True)
@@ -196,7 +197,7 @@ def counting() -> Iterator[Syncs]:
 
 
 def to_far(model: nn.Module) -> nn.Module:
-    """Move a model's parameters and buffers to the far device, in place."""
+    """Move the parameters and buffers of a model to the far device without a copy of the model."""
     with Syncs():
         _move(model)
     return model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers with graphs, and comparisons of answers with their caches."""
+"""Generation with CUDA graphs, and comparisons of outputs and caches."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ def generate(model: Any, inputs: Any, **options: Any) -> Any:
         return model.generate(**inputs, **defaults | options)
 
 
-def same_logits(got: Any, want: Any) -> None:
-    """Compare tokens and logits."""
-    assert torch.equal(got.sequences, want.sequences)
-    for logits, expected in zip(got.logits, want.logits, strict=True):
-        close(logits, expected)
+def same_logits(actual: Any, expected: Any) -> None:
+    assert torch.equal(actual.sequences, expected.sequences)
+    for actual_logits, expected_logits in zip(actual.logits, expected.logits, strict=True):
+        close(actual_logits, expected_logits)
 
 
-def same(got: Any, want: Any) -> None:
+def same(actual: Any, expected: Any) -> None:
     """Compare tokens, logits, and the keys and values of each layer."""
-    same_logits(got, want)
-    same_cache(got.past_key_values, want.past_key_values)
+    same_logits(actual, expected)
+    same_cache(actual.past_key_values, expected.past_key_values)
 
 
-def same_cache(got: Any, want: Any) -> None:
-    for layer, expected in zip(got.layers, want.layers, strict=True):
-        assert layer.keys.shape == expected.keys.shape and type(layer) is type(expected)
-        assert getattr(layer, "cumulative_length", None) == getattr(expected, "cumulative_length", None)
-        close(layer.keys, expected.keys)
-        close(layer.values, expected.values)
+def same_cache(actual: Any, expected: Any) -> None:
+    for actual_layer, expected_layer in zip(actual.layers, expected.layers, strict=True):
+        assert actual_layer.keys.shape == expected_layer.keys.shape and type(actual_layer) is type(expected_layer)
+        assert getattr(actual_layer, "cumulative_length", None) == getattr(expected_layer, "cumulative_length", None)
+        close(actual_layer.keys, expected_layer.keys)
+        close(actual_layer.values, expected_layer.values)
 
 
 def counts(model: Any) -> Any:

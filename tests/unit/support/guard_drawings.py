@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn pages and scenes, and how much they look like text."""
+"""Drawn pages and scenes, and their share of text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scene(kind: str, side: int = 336) -> Image.Image:
         values = 255 * (np.arange(side) // 4 % 2)[None].repeat(side, 0)
     elif kind == "hills":
         values = 128 + 120 * np.sin(9 * y)[:, None] * np.cos(7 * y)[None] + rng.normal(0, 3, (side, side))
-    elif kind == "blocks":  # large plain shapes
+    elif kind == "blocks":  # large uniform shapes
         values = np.kron(rng.integers(0, 256, (8, 8)), np.ones((side // 8, side // 8)))
     else:
         values = np.full((side, side), 90)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about pictures, written by hand after the manner of VQAv2, GQA, TextVQA, DocVQA, ChartQA and POPE, with the
-kinds that the guard is to see in them. The patterns were mended on `KNOWN` and `TRIED`, and not touched after `FRESH`
-was written."""
+"""Handwritten questions about images in the style of VQAv2, GQA, TextVQA, DocVQA, ChartQA and POPE, with the kinds that
+the guard must detect. The patterns were tuned on `KNOWN` and `TRIED`, and not changed after `FRESH` was written."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ TRIED = [
     ("Reference OCR token: COCA, COLA\nWhat drink is this?\nAnswer using a single word or phrase.", {"text"}),
     ("What percentage of people preferred tea?", {"text"}),
     ("Which bus number is this?", {"text"}),
-    # places
+    # grounding
     ("Where is the cat sitting?", {"grounding"}),
     ("What is to the left of the laptop?", {"grounding"}),
     ("Is the dog in front of the couch or behind it?", {"grounding"}),
@@ -64,7 +63,7 @@ TRIED = [
     ("In which corner of the picture is the sun?", {"grounding"}),
     ("Which object is nearest to the window?", {"grounding"}),
     ("What is the woman on the far left wearing?", {"grounding"}),
-    # numbers
+    # counting
     ("How many people are in the photo?", {"counting"}),
     ("Count the apples in the bowl.", {"counting"}),
     ("What is the number of giraffes?", {"counting"}),
@@ -73,7 +72,7 @@ TRIED = [
     ("Are there exactly three birds on the wire?", {"counting"}),
     ("Give the total number of chairs visible.", {"counting"}),
     ("How many slices of pizza are left?", {"counting"}),
-    # none of these
+    # no kind
     ("What color is the bus?", set()),
     ("Is there a dog in the image?", set()),
     ("What is the man doing?", set()),
@@ -125,7 +124,7 @@ FRESH = [
     ("Translate the sentence on the board.", {"text"}),
     ("Summarize this slide.", {"text"}),
     ("What is the abbreviation on the tail fin?", {"text"}),
-    # places
+    # grounding
     ("Where are the keys?", {"grounding"}),
     ("What is hanging above the fireplace?", {"grounding"}),
     ("Give me the bbox of the zebra.", {"grounding"}),
@@ -138,14 +137,14 @@ FRESH = [
     ("Who sits opposite the boy?", {"grounding"}),
     ("Are the shoes beside the door?", {"grounding"}),
     ("At which coordinates is the submit button?", {"grounding"}),
-    # numbers
+    # counting
     ("How many windows are there on the front of the house?", {"counting"}),
     ("Can you count the candles on the cake?", {"counting"}),
     ("Are there fewer forks than knives?", {"counting"}),
     ("Is the number of players larger than ten?", {"counting"}),
     ("Are there two or three elephants?", {"counting"}),
     ("Tell me how many fingers she holds up.", {"counting"}),
-    # none of these
+    # no kind
     ("What is on the table?", set()),
     ("What are the people in the photo celebrating?", set()),
     ("Is the light on?", set()),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that a test installs for a while. A single handle is a context manager itself."""
+"""Remove several hooks at once. A single handle is already a context manager."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 @contextmanager
 def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove the hooks at the end of the block."""
+    """Remove the hooks at the end of this context."""
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up thresholds of dymu, and a model that they are for."""
+"""Made-up dymu thresholds for the tower of a model."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def by_hand(model: Any, values: list[float]) -> Thresholds:
     return Thresholds({0.5: torch.tensor(values)}, tower_shape(model).fingerprint, 1)
 
 
-# Where the tokens of `mixed` merge in numbers that differ from image to image.
+# With these thresholds, the images of `mixed` keep different numbers of tokens.
 TAUS = {"llava": [0.6, 0.7, 1.0], "llava_next": [0.6, 0.7, 1.0], "llava_onevision": [0.6, 0.7, 0.75]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with a method that merges in the tower."""
+"""Models for methods that merge in the tower."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 SUPPORTED = ["llava", "llava_next", "llava_onevision"]
-UNITS = ["internvl", "smolvlm", "idefics3", "gemma3"]  # a square of patches becomes one visual token
+UNITS = ["internvl", "smolvlm", "idefics3", "gemma3"]  # each visual token merges a square of patches
 
 
 def tower_of(model: Any) -> Any:
@@ -16,7 +16,7 @@ def tower_of(model: Any) -> Any:
 
 
 def layers_of(tower: Any) -> list[Any]:
-    """The blocks, under whichever name the encoder has them."""
+    """Return the blocks of an encoder, which families name differently."""
     return list(tower.encoder.layer if hasattr(tower.encoder, "layer") else tower.encoder.layers)
 
 

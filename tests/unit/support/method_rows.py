@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the table in tests/unit/methods/naive: of each method its loop, options to try, and options to refuse."""
+"""Rows of the table in tests/unit/methods/naive: the loop of each method, options to try, and options to refuse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenprune import Selection, VisualTokens
 from zoo import FAMILIES
 
 Options = Mapping[str, Any]
-# What may change without changing what is kept: each gives, of a view, what to build it with instead.
+# Changes that must not change the selection: each maps tokens to observables to replace.
 CHANGES: dict[str, Callable[[VisualTokens], dict[str, Any]]] = {
     "length of tokens": lambda t: {"hidden": t.hidden * _powers(1, t.hidden.shape[1], 1)},
     "length of features": lambda t: {"encoder_features": t.encoder_features * _powers(1, t.hidden.shape[1], 1)},
@@ -48,8 +48,8 @@ def _turn(width: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """naive: the loop written from the method's description; None where a file of the method's own holds it. tried:
-    options with which it is compared. refused: options that raise OptionError. unchanged: of `CHANGES`."""
+    """naive: the loop written from the method's description, or None if a separate file holds it. tried: options to
+    compare. refused: options that raise OptionError. unchanged: names of `CHANGES`."""
 
     naive: Callable[..., Any] | None = None
     tried: Sequence[Options] = ({},)
@@ -57,24 +57,25 @@ class Row:
     unchanged: Sequence[str] = ()
 
     def cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
-        """Return named comparisons with the loop: functions of the method's name and of the fixture `build`."""
+        """Return named comparisons with the loop: functions of the method's name and the fixture `build`."""
         return iter(())
 
     def large_cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
-        """Return comparisons that take longer: at the sizes of papers."""
+        """Return slower comparisons, at the sizes of papers."""
         return iter(())
 
-    def view(self, keep: int | None = None, **given: Any) -> VisualTokens | None:
-        """Return tokens of one image or video, of which `keep` stay, by default all; None for no such test."""
+    def view(self, keep: int | None = None, **observables: Any) -> VisualTokens | None:
+        """Return tokens of one image or video with a budget of `keep`, by default all; None for no such test."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picks(Row):
-    """A method that picks tokens by what they are: on made-up tokens of several sizes, in float32 and bfloat16.
+    """A method that picks tokens by their values, on made-up tokens of several sizes in float32 and bfloat16.
 
-    slack: see `greedy.check_against`. sizes: counts, budgets and dtype of batches besides. large: try the papers' sizes
-    with the first options. nested: a smaller budget keeps a part of what a larger one keeps."""
+    slack: see `greedy.check_against`. sizes: counts, budgets and dtype of further batches. large: try the papers' sizes
+    with the first options. nested: a smaller budget keeps a subset of a larger budget's tokens.
+    """
 
     slack: float = 2e-5
     sizes: Sequence[tuple[list[int], list[int], torch.dtype]] = ()
@@ -92,8 +93,8 @@ class Picks(Row):
         if self.large:
             yield str(dict(self.tried[0])), partial(self._compare, self.tried[0], greedy.LARGE)
 
-    def view(self, keep: int | None = None, **given: Any) -> VisualTokens:
-        return greedy.image_tokens([40], [40 if keep is None else keep], **given)
+    def view(self, keep: int | None = None, **observables: Any) -> VisualTokens:
+        return greedy.image_tokens([40], [40 if keep is None else keep], **observables)
 
     def _compare(self, options: Options, sizes: Any, name: str, build: Any) -> None:
         loop = partial(self.naive, **options)
@@ -107,8 +108,8 @@ class Picks(Row):
             "encoder_features": tokens.encoder_features[:, order],
         }
         for method in (tokenprune.method(name, **options) for options in self.tried):
-            (got,), (want,) = greedy.picked(method, self.view(12, **moved)), greedy.picked(method, tokens)
-            assert sorted(order[got].tolist()) == want, method
+            (actual,), (expected,) = greedy.picked(method, self.view(12, **moved)), greedy.picked(method, tokens)
+            assert sorted(order[actual].tolist()) == expected, method
 
     def _nest(self, name: str, build: Any) -> None:
         for method in (tokenprune.method(name, **options) for options in self.tried):
@@ -118,11 +119,12 @@ class Picks(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Tower(Row):
-    """A method that goes by what the vision tower tells: on tiles of all shapes, with ties and without, and at the
+    """A method that uses observables of the vision tower, on tiles of all shapes, with and without ties, and at the
     papers' sizes in bfloat16.
 
-    naive: of a view and an image, what stays, and, if `merges`, of each token that joins another, which. made: builds
-    a view, as `tower_tokens` does. papers: grids and budgets. tied: what is tried where many values are equal."""
+    naive: returns, for tokens and an image index, the kept tokens and, if `merges`, the target of each merged token.
+    made: builds tokens like `tower_tokens`. papers: grids and budgets. tied: options to try with ties.
+    """
 
     made: Callable[..., VisualTokens] = tower_tokens.tower_tokens
     papers: Sequence[tuple[tuple[int, int], int]] = ()
@@ -138,12 +140,12 @@ class Tower(Row):
         for grid, keep in self.papers:
             yield f"{keep} of {grid}", partial(self._paper, grid, keep)
 
-    def view(self, keep: int | None = None, **given: Any) -> VisualTokens:
-        return self.made([([(8, 8)], 0)], [64 if keep is None else keep], **given)
+    def view(self, keep: int | None = None, **observables: Any) -> VisualTokens:
+        return self.made([([(8, 8)], 0)], [64 if keep is None else keep], **observables)
 
     def _layout(self, layout: tower_tokens.Layout, ties: bool, name: str, build: Any) -> None:
-        for number, keep in enumerate(tower_tokens.budgets(layout)):
-            tokens = self.made(layout, keep, seed=number, ties=ties)
+        for seed, keep in enumerate(tower_tokens.budgets(layout)):
+            tokens = self.made(layout, keep, seed=seed, ties=ties)
             for options in self.tried if self.tied is None or not ties else self.tied:
                 self._same(tokenprune.method(name, **options).select(tokens), tokens, options)
 
@@ -153,23 +155,24 @@ class Tower(Row):
 
     def _same(self, selection: Selection, tokens: VisualTokens, options: Options) -> None:
         for image, (count, keep) in enumerate(zip(tokens.counts, tokens.keep, strict=True)):
-            found = self.naive(tokens, image, **options)
-            kept, into = found if self.merges else (found, {})
+            result = self.naive(tokens, image, **options)
+            kept, targets = result if self.merges else (result, {})
             assert tower_tokens.kept_of(selection.keep)[image] == kept and len(kept) == keep, (keep, options)
-            if into is None or not self.merges:
+            if targets is None or not self.merges:
                 assert selection.assign is None
                 continue
-            want = [i if i in set(kept) else into.get(i, -1) for i in range(count)]
-            assert selection.assign[image].tolist() == want + [-1] * (tokens.mask.shape[1] - count), (keep, options)
+            expected = [i if i in set(kept) else targets.get(i, -1) for i in range(count)]
+            assert selection.assign[image].tolist() == expected + [-1] * (tokens.mask.shape[1] - count), (keep, options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Video(Row):
-    """A method that merges tokens of frames: a batch of videos of other lengths, with a cut and without.
+    """A method that merges tokens of frames, on batches of videos of different lengths, with and without a scene cut.
 
-    naive: of a video, its attention, how many stay and its grid. always: options of every call. by_grid: the method
-    takes places to be in raster order where a newline hides the grid. slow: the loop is too slow for that, and the
-    method has a file of its own."""
+    naive: takes a video, its attention, the budget and the grid. always: options of every call. by_grid: the method
+    assumes raster order if a newline hides the grid. slow: the loop is too slow for these cases, and the method has a
+    separate file.
+    """
 
     always: Options = field(default_factory=dict)
     by_grid: bool = False
@@ -187,8 +190,8 @@ class Video(Row):
             if options:
                 yield str(dict(options)), partial(self._options, options)
 
-    def view(self, keep: int | None = None, **given: Any) -> VisualTokens:
-        return videos.given([videos.moving(4, 4, 4)], [64 if keep is None else keep], [(4, 4)], **given)
+    def view(self, keep: int | None = None, **observables: Any) -> VisualTokens:
+        return videos.given([videos.moving(4, 4, 4)], [64 if keep is None else keep], [(4, 4)], **observables)
 
     def _counts(self, frames: int, name: str, build: Any) -> None:
         videos.check_counts(name, frames, **self.always)
@@ -204,22 +207,23 @@ class Video(Row):
         video = videos.moving(7, 4, 4, seed=1, cut=4)
         for keep in (7, 24, 70):
             selection = videos.select(name, videos.given([video], [keep], [(4, 4)]), **self.always, **options)
-            want = self.naive(video, videos.attention_of(video), keep, (4, 4), **options)
-            videos.same(*map(_parts, (videos.shares_of(selection, 0, 112), want)))
+            expected = self.naive(video, videos.attention_of(video), keep, (4, 4), **options)
+            videos.same(*map(_parts, (videos.shares_of(selection, 0, 112), expected)))
 
 
 def _parts(groups: dict[int, dict[int, float]]) -> dict[int, dict[int, float]]:
-    """Return groups without members that weigh nothing."""
-    return {to: {i: part for i, part in group.items() if part} for to, group in groups.items()}
+    """Return groups without members of weight zero."""
+    return {target: {i: part for i, part in group.items() if part} for target, group in groups.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts(Row):
-    """A method that cuts inside the decoder: in eager models, by their own tensors; and on made-up tokens with ties.
+    """A method that cuts inside the decoder: in eager models, on their tensors, and on made-up tokens with ties.
 
-    naive: of `several_cuts.Arrived`, the decoder, and the options. layers: where it cuts in a model of four layers.
-    merges: whether a token that stays must stand for others. ties: of a view, the number of a cut and the options,
-    what stays of each image; tied: the options for that; stages: how many of the first cuts, None for all."""
+    naive: takes `several_cuts.Arrived`, the decoder and the options. layers: the cut layers in a model of four layers.
+    merges: whether kept tokens must absorb others. ties: returns the kept tokens of each image for tokens, a cut index
+    and the options; tied: its options; stages: the number of first cuts to check, None for all.
+    """
 
     keep: float = 0.5
     layers: Sequence[int]
@@ -237,16 +241,16 @@ class Cuts(Row):
             yield f"ties, {dict(options)}", partial(self._tied, options)
 
     def view(self, keep: int | None = None, **given: Any) -> VisualTokens | None:
-        return None  # stages of methods see what their own cut needs; `ties` tries a share of 1.0
+        return None  # each stage needs the inputs of its cut; `ties` covers a share of 1.0
 
     def _in_model(self, family: str, options: Options, name: str, build: Any) -> None:
         decoder = build(FAMILIES[family], "eager").get_submodule(FAMILIES[family].decoder)
         loop = partial(self.naive, decoder=decoder, **options)
         cuts = several_cuts.check_in_model(name, loop, build, keep=self.keep, name=family, **options)
         assert [cut.layer for cut in cuts] == list(self.layers)
-        for one, later in pairwise(cuts):
-            assert all(set(b) <= set(a) for a, b in zip(one.kept, later.kept, strict=True))
-        joined = [len(of) for cut in cuts for row in cut.sources or () for of in row.values()]
+        for cut, later in pairwise(cuts):
+            assert all(set(b) <= set(a) for a, b in zip(cut.kept, later.kept, strict=True))
+        joined = [len(sources) for cut in cuts for row in cut.sources or () for sources in row.values()]
         assert (max(joined, default=1) > 1) is (self.merges and options.get("version") != "+")
 
     def _tied(self, options: Options, name: str, build: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dyrate from its specification, in plain loops over an unpatched eager model that is handed masks step by step."""
+"""dyrate written from its specification: plain loops over an unpatched eager model that gets a new mask each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from basics import pieces
 from hooks import removed_after
-from oracle import without
+from oracle import mask_dropped
 from tokenprune.integrations.hf import compat
 from zoo import Family
 
@@ -24,18 +24,18 @@ OPTIONS = dict(
 
 
 class Naive:
-    """kept: for each row the visual positions that layers from the cut on attend to. rates, counts: of each step."""
+    """kept: the visual positions of each row that layers from the cut on attend to. rates, counts: values per step."""
 
     def __init__(self, family: Family, model: Any, inputs: Any, keep: float, options: dict[str, Any]) -> None:
         self.keep, self.options = keep, OPTIONS | options
         self.pieces = pieces(family, inputs)
-        self.visual = [[place for piece in row for place in piece] for row in self.pieces]
+        self.visual = [[position for segment in row for position in segment] for row in self.pieces]
         self.real = inputs["attention_mask"].bool()
         self.length = self.real.shape[1]
         self.kept: list[list[int]] = []
         self.prefill: list[list[int]] = []
         self.rate: list[float] = []
-        self.history: list[list[Tensor]] = [[] for _ in self.visual]  # per row, the masses of each step
+        self.history: list[list[Tensor]] = [[] for _ in self.visual]  # for each row, the attention masses of each step
         self.rates: list[list[float]] = []
         self.counts: list[list[int]] = []
 
@@ -47,7 +47,8 @@ class Naive:
         return alive
 
     def see(self, weights: Tensor) -> None:
-        """weights: `[B, H, Q, S]` of the layer before the cut, S all tokens so far."""
+        """Update the state with attention weights `[B, H, Q, S]` of the layer before the cut, where S counts all tokens
+        so far."""
         total = weights.shape[-1]
         step = total - self.length
         for row, visual in enumerate(self.visual):
@@ -61,21 +62,21 @@ class Naive:
 
     def _see_row(self, row: int, visual: list[int], attention: Tensor, step: int) -> None:
         masses = torch.zeros(len(attention), 4)
-        for place in range(attention.shape[1]):
-            if place >= self.length:
+        for position in range(attention.shape[1]):
+            if position >= self.length:
                 kind = 3
-            elif place in visual:
+            elif position in visual:
                 kind = 1
             else:
-                kind = 0 if not visual or place < visual[0] else 2
-            masses[:, kind] += attention[:, place]
+                kind = 0 if not visual or position < visual[0] else 2
+            masses[:, kind] += attention[:, position]
         self.history[row].append(masses)
         if step == 0:
             score = attention.mean(0)
             kept = []
-            for piece in self.pieces[row]:
-                number = max(1, round(self.keep * len(piece)))
-                kept += sorted(piece, key=lambda place: (-float(score[place]), place))[:number]
+            for segment in self.pieces[row]:
+                budget = max(1, round(self.keep * len(segment)))
+                kept += sorted(segment, key=lambda position: (-float(score[position]), position))[:budget]
             self.prefill.append(sorted(kept))
             self.kept.append(sorted(kept))
             self.rate.append(1 - len(kept) / len(visual) if visual else 0.0)
@@ -87,16 +88,16 @@ class Naive:
         cut = [len(kept) < len(visual) for kept, visual in zip(self.prefill, self.visual, strict=True)]
         rates = [min(self._rate(row, step), o["max_rate"]) if cut[row] else 0.0 for row in range(len(cut))]
         if o["batch_policy"] == "shared":
-            rates = [max(rates) if one else 0.0 for one in cut]
+            rates = [max(rates) if is_cut else 0.0 for is_cut in cut]
         for row, visual in enumerate(self.visual):
             if not cut[row]:
                 continue
             self.rate[row] = max(rates[row], self.rate[row]) if o["monotone"] else rates[row]
-            number = math.ceil((1 - self.rate[row]) * len(visual) - 1e-6)
-            number = max(number, 1, math.ceil(o["k_min"] * len(visual) - 1e-6))
+            budget = math.ceil((1 - self.rate[row]) * len(visual) - 1e-6)
+            budget = max(budget, 1, math.ceil(o["k_min"] * len(visual) - 1e-6))
             pool = self.kept[row] if o["monotone"] else self.prefill[row]
-            ranked = sorted(pool, key=lambda place: (-float(score[row, place]), place))
-            self.kept[row] = sorted(ranked[:number])
+            ranked = sorted(pool, key=lambda position: (-float(score[row, position]), position))
+            self.kept[row] = sorted(ranked[:budget])
 
     def _rate(self, row: int, step: int) -> float:
         o = self.options
@@ -110,33 +111,33 @@ class Naive:
         for share in shares[1:]:
             average = o["ema"] * average + (1 - o["ema"]) * share
         start = len(self.prefill[row]) / len(self.visual[row])
-        low = min(o["k_min"], start)
-        left = min(1.0, average / shares[0]) if shares[0] else 0.0
-        rate = 1 - (low + (start - low) * left)
+        lowest = min(o["k_min"], start)
+        fraction = min(1.0, average / shares[0]) if shares[0] else 0.0
+        rate = 1 - (lowest + (start - lowest) * fraction)
         return min(math.floor(rate * o["grid"] + 1e-6), o["grid"] - 1) / o["grid"]
 
 
 @contextmanager
 def naive(family: Family, model: Any, inputs: Any, keep: float, **options: Any) -> Iterator[Naive]:
-    """Within, the unpatched eager `model` computes what dyrate would."""
+    """Within this context, the unpatched eager `model` computes the output of dyrate."""
     state = Naive(family, model, inputs, keep, options)
     decoder = model.get_submodule(family.decoder)
     cut = state.options["layer"]
-    seen: dict[str, Any] = {}
+    last_output: dict[str, Any] = {}
 
     def look(module: Any, args: Any, output: Any) -> None:
-        seen["weights"] = output[1]
+        last_output["weights"] = output[1]
 
     def enter(module: Any, args: tuple, kwargs: dict, index: int = 0) -> tuple:
         hidden = args[0] if args else kwargs["hidden_states"]
         cache = compat.get_cache(kwargs)
-        total = int(cache.layers[0].get_seq_length())  # layer 0 holds this call's tokens already
+        total = int(cache.layers[0].get_seq_length())  # layer 0 already holds the tokens of this call
         if index == cut:
-            weights = seen.pop("weights")
-            # A sliding layer sees the last tokens only.
+            weights = last_output.pop("weights")
+            # Sliding layers return weights for the last tokens only.
             state.see(torch.nn.functional.pad(weights, (total - weights.shape[-1], 0)))
         alive = state.alive(state.length)
-        mask = without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config)
+        mask = mask_dropped(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config)
         return args, kwargs | {"attention_mask": mask}
 
     handles = [decoder.layers[cut - 1].self_attn.register_forward_hook(look)]

@@ -20,24 +20,25 @@ class InputImage:
 
     def attend(self, block: Any, proportional: bool = True) -> Tensor:
         """Add the attention and return its keys, as the mean over the heads."""
-        at, h = block.self_attn, block.layer_norm1(self.x)
+        attention, h = block.self_attn, block.layer_norm1(self.x)
         q, k, v = (
-            p(h).view(len(h), at.num_heads, at.head_dim).transpose(0, 1) for p in (at.q_proj, at.k_proj, at.v_proj)
+            p(h).view(len(h), attention.num_heads, attention.head_dim).transpose(0, 1)
+            for p in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        logits = q @ k.transpose(1, 2) * at.head_dim**-0.5
+        logits = q @ k.transpose(1, 2) * attention.head_dim**-0.5
         if proportional:
             logits = logits + self.weight().log()
-        self.x = self.x + at.out_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        self.x = self.x + attention.out_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
         return k.mean(0)
 
     def weight(self) -> Tensor:
         return torch.tensor([float(len(group)) for group in self.groups])
 
-    def finish(self, block: Any, joined: list[list[int]]) -> None:
+    def finish(self, block: Any, merged: list[list[int]]) -> None:
         """Merge the groups `joined` and add the MLP."""
         weight = self.weight()
-        self.x = torch.stack([(self.x[m] * weight[m, None]).sum(0) / weight[m].sum() for m in joined])
-        self.groups = [[i for member in members for i in self.groups[member]] for members in joined]
+        self.x = torch.stack([(self.x[m] * weight[m, None]).sum(0) / weight[m].sum() for m in merged])
+        self.groups = [[i for member in members for i in self.groups[member]] for members in merged]
         self.x = self.x + block.mlp(block.layer_norm2(self.x))
 
     def grid(self) -> Tensor:

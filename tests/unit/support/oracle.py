@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The unpatched model, made to compute what a pruned one must compute, with nothing borrowed from the library.
+"""The masked oracle: an unpatched model computes the output of a pruned model, independently of the library.
 
-Nothing is removed. From a cut's layer on, every query has the columns of the tokens that are gone masked, in prefill
-and in every decode step (those of a cut made at a decode step from that step on), whatever form of mask the layer was
-handed. Merging cuts also replace each kept token by the mean of its sources before that layer. What survives a cut is
-told by `stats(model).cuts` of the patched run.
+No tokens are removed. From the layer of a cut on, the columns of dropped tokens are masked for every query, in prefill
+and in every decode step (a cut made at a decode step masks from that step on). All forms of masks are supported.
+Merging cuts also replace each kept token by the mean of its sources before that layer. The kept tokens come from
+`stats(model).cuts` of the patched run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zoo import Family
 
 
 def survivors(cut: Any, length: int) -> Tensor:
-    """bool `[B, length]`, True at the positions that survive a cut."""
+    """Return a bool mask `[B, length]` of the positions that survive a cut."""
     alive = torch.zeros(len(cut.kept), length, dtype=torch.bool)
     for row, positions in enumerate(cut.kept):
         alive[row, positions] = True
@@ -32,24 +32,27 @@ def survivors(cut: Any, length: int) -> Tensor:
 
 @contextmanager
 def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length: int) -> Iterator[PreTrainedModel]:
-    """Within, the unpatched `model` computes what it would after `cuts` of a prompt of `length` tokens.
+    """Within this context, the unpatched `model` computes its output after `cuts` of a prompt of `length` tokens.
 
-    A batch larger than the one that was cut is taken for beams: each row stands repeated, copies side by side.
+    A batch larger than the cut batch contains beams: each row is repeated, with its copies side by side.
     """
     decoder = model.get_submodule(family.decoder)
     handles = [decoder.register_forward_pre_hook(lambda m, a, k: _merge_deepstack(cuts, a, k), with_kwargs=True)]
     entered, by_ids = [0], [False]
 
     def enter_decoder(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        kwargs = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}  # of Gemma 4's last layers
+        # Gemma 4's last layers use `logits_to_keep`.
+        kwargs = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
         cache = compat.get_cache(kwargs)
         entered[0] = 0 if cache is None else int(cache.get_seq_length())
-        # A decoder that embeds ids itself is corrected at the input of its first layer.
+        # For a decoder that embeds ids, tokens are merged at the input of its first layer.
         by_ids[0] = kwargs.get("inputs_embeds") is None
         if not entered[0] and not by_ids[0]:
             for cut in cuts:
                 if cut.layer == 0 and cut.sources is not None:
-                    kwargs = kwargs | {"inputs_embeds": merged(kwargs["inputs_embeds"], cut.sources, cut.weights)}
+                    kwargs = kwargs | {
+                        "inputs_embeds": merge_sources(kwargs["inputs_embeds"], cut.sources, cut.weights)
+                    }
         return args, kwargs
 
     handles.append(decoder.register_forward_pre_hook(enter_decoder, with_kwargs=True))
@@ -64,13 +67,13 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
             cache = compat.get_cache(kwargs)
             past = entered[0]
             step = past + hidden.shape[-2] - length if past else 0
-            # Of the cuts of one method at one layer, the latest tells what is left.
-            now = {(cut.layer, cut.method): cut for cut in before if cut.step <= step}
-            alive = torch.stack([survivors(cut, length) for cut in now.values()]).all(0)
-            if not past and (index or by_ids[0]):  # the prompt; later calls have nothing to merge
+            # Among the cuts of one method at one layer, the latest determines the kept tokens.
+            active = {(cut.layer, cut.method): cut for cut in before if cut.step <= step}
+            alive = torch.stack([survivors(cut, length) for cut in active.values()]).all(0)
+            if not past and (index or by_ids[0]):  # only the prompt has tokens to merge
                 for cut in merges:
-                    hidden = merged(hidden, cut.sources, cut.weights)
-            mask = without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config, past)
+                    hidden = merge_sources(hidden, cut.sources, cut.weights)
+            mask = mask_dropped(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config, past)
             return (hidden, *args[1:]), kwargs | {"attention_mask": mask}
 
         handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
@@ -79,47 +82,48 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
 
 
 def seen_before(cache: Any, layer: int) -> int:
-    """How many tokens of earlier calls a layer has seen; a sliding one counts those it has thrown away."""
+    """Return the number of tokens that a layer received in earlier calls, including those a sliding window dropped."""
     if cache is None or layer >= len(cache.layers):
         return 0
     return int(cache.layers[layer].get_seq_length())
 
 
-def without(
+def mask_dropped(
     mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, layer: int, config: Any, past: int | None = None
 ) -> Tensor:
-    """Return a 4-D mask like `mask` in which nothing sees the columns of tokens that are gone.
+    """Return a 4-D mask like `mask` that also masks the columns of dropped tokens.
 
-    past: tokens of earlier calls, where the layer has no cache of its own."""
+    past: number of tokens of earlier calls, for layers without a cache.
+    """
     batch, queries = hidden.shape[-3:-1]
     past = seen_before(cache, layer) if past is None else past
-    assert mask is None or mask.ndim == 4, "the oracle knows masks made for sdpa or eager attention, and no mask"
-    held = 0
+    assert mask is None or mask.ndim == 4, "the oracle supports only the masks of sdpa and eager attention, and None"
+    num_cached = 0
     if past and mask is None:
-        # A layer that shares the keys of another has no cache of its own, or one without keys (transformers 5.23).
-        # One that quantizes keys has the last of them in full.
-        own = cache.layers[layer] if layer < len(cache.layers) else None
-        stored = None if hasattr(own, "_quantized_keys") else getattr(own, "keys", None)
-        held = past if stored is None else stored.shape[-2]
-    keys = queries + held if mask is None else mask.shape[-1]
+        # A layer that shares keys with another layer lacks a cache, or its cache lacks keys (transformers 5.23). A
+        # quantized cache stores only its latest keys in full precision.
+        layer_cache = cache.layers[layer] if layer < len(cache.layers) else None
+        stored = None if hasattr(layer_cache, "_quantized_keys") else getattr(layer_cache, "keys", None)
+        num_cached = past if stored is None else stored.shape[-2]
+    keys = queries + num_cached if mask is None else mask.shape[-1]
     alive = alive.repeat_interleave(batch // alive.shape[0], dim=0)
     alive = torch.cat([alive, alive.new_ones(batch, past + queries - alive.shape[1])], 1)  # generated tokens
-    gone = ~alive[:, None, None, past + queries - keys :]
-    own = torch.arange(queries)[:, None] + (keys - queries) == torch.arange(keys)
-    # A token that is gone goes on seeing itself. Nothing sees it, and a row without any column would be NaN.
-    gone = gone & ~own
+    dropped = ~alive[:, None, None, past + queries - keys :]
+    diagonal = torch.arange(queries)[:, None] + (keys - queries) == torch.arange(keys)
+    # A dropped token still attends to itself, because a row without any column would be NaN.
+    dropped = dropped & ~diagonal
     if mask is None:
         causal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-        allowed = causal & ~gone
+        allowed = causal & ~dropped
         if config._attn_implementation == "sdpa":
             return allowed
         return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
     if mask.dtype == torch.bool:
-        return mask & ~gone
-    return mask.masked_fill(gone, torch.finfo(mask.dtype).min)
+        return mask & ~dropped
+    return mask.masked_fill(dropped, torch.finfo(mask.dtype).min)
 
 
-def merged(
+def merge_sources(
     hidden: Tensor, sources: list[dict[int, list[int]]], weights: list[dict[int, list[float]]] | None = None
 ) -> Tensor:
     out = hidden.clone()
@@ -131,7 +135,7 @@ def merged(
 
 
 def _merge_deepstack(cuts: Sequence[Any], args: tuple, kwargs: dict) -> tuple:
-    """Features that the decoder adds after its first layers are merged by the cuts made before that."""
+    """Merge the features that the decoder adds after its first layers, by the cuts made before that."""
     mask, features = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
     if mask is not None and features:
         changed = []
@@ -140,24 +144,25 @@ def _merge_deepstack(cuts: Sequence[Any], args: tuple, kwargs: dict) -> tuple:
             dense[mask] = feature
             for cut in cuts:
                 if cut.sources is not None and cut.layer <= layer:
-                    dense = merged(dense, cut.sources, cut.weights)
+                    dense = merge_sources(dense, cut.sources, cut.weights)
             changed.append(dense[mask])
         kwargs = kwargs | {"deepstack_visual_embeds": changed}
-    if kwargs.get("deepstack_features"):  # added before layers: a cut at one of them finds them in the hidden states
+    if kwargs.get("deepstack_features"):
+        # These features are added before their layer, so a cut at that layer merges them in the hidden states.
         mask, changed = kwargs["vision_mask"].squeeze(-1), {}
         for layer, feature in kwargs["deepstack_features"].items():
             dense = feature.new_zeros(*mask.shape, feature.shape[-1])
             dense[mask] = feature
             for cut in cuts:
                 if cut.sources is not None and (cut.layer < layer or cut.layer == 0):
-                    dense = merged(dense, cut.sources, cut.weights)
+                    dense = merge_sources(dense, cut.sources, cut.weights)
             changed[layer] = dense[mask]
         kwargs = kwargs | {"deepstack_features": changed}
     return args, kwargs
 
 
 class Force(LogitsProcessor):
-    """Makes `generate` write given tokens; `output_logits` still shows what the model would have said."""
+    """Makes `generate` write given tokens; `output_logits` still shows the logits of the model."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens, self.step = tokens, 0
@@ -172,7 +177,7 @@ class Force(LogitsProcessor):
 def generate_logits(
     model: PreTrainedModel, inputs: dict, steps: int, tokens: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor, Any]:
-    """Logits of each step, `[B, steps, V]`, and the tokens written; `tokens` forces them."""
+    """Return the logits `[B, steps, V]`, the written tokens, and the output. `tokens` forces the written tokens."""
     extra = {} if tokens is None else {"logits_processor": [Force(tokens)]}
     out = model.generate(
         **inputs, max_new_tokens=steps, output_logits=True, return_dict_in_generate=True, **extra, **kwargs
@@ -180,11 +185,11 @@ def generate_logits(
     return torch.stack(out.logits, 1), out.sequences[:, -steps:], out
 
 
-def close(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:
-    """Equal within `tolerance` times the largest logit: the zoo's weights are large, and so are its logits. Words that
-    a model forbids itself, by the least number there is, are the same and of no size."""
-    forbidden = want == torch.finfo(want.dtype).min
-    assert torch.equal(got == torch.finfo(got.dtype).min, forbidden)
-    got, want = got.masked_fill(forbidden, 0), want.masked_fill(forbidden, 0)
-    scale = max(1.0, float(want.detach().abs().max()))
-    torch.testing.assert_close(got, want, atol=tolerance * scale, rtol=0)
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    """Check equality within `tolerance` times the largest logit, since the zoo's weights and logits are large. Logits
+    of forbidden words, which equal the dtype's minimum, must match and do not count for the scale."""
+    forbidden = expected == torch.finfo(expected.dtype).min
+    assert torch.equal(actual == torch.finfo(actual.dtype).min, forbidden)
+    actual, expected = actual.masked_fill(forbidden, 0), expected.masked_fill(forbidden, 0)
+    scale = max(1.0, float(expected.detach().abs().max()))
+    torch.testing.assert_close(actual, expected, atol=tolerance * scale, rtol=0)

@@ -16,7 +16,7 @@ from module_calls import record_inputs
 from oracle import close
 from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.models.families import SUPPORTED
-from tower_attention import attending_by
+from tower_attention import use_attention
 from tower_features import base_of, encode
 
 NAMES = sorted(name for name, family in FAMILIES.items() if SUPPORTED[family.kind].tower_rows == "all images")
@@ -40,7 +40,7 @@ def tower_of(model: Any) -> Any:
 
 
 def drawn(inputs: Any, seed: int = 0) -> Any:
-    """Return the same inputs with repetitive images: areas of one colour, and some units of noise."""
+    """Return the same inputs with repetitive images: uniform areas and some units of noise."""
     g, inputs = torch.Generator().manual_seed(seed), copy.copy(inputs)
     for modality, name in MODALITIES.items():
         if inputs.get(name) is None:
@@ -59,19 +59,19 @@ def drawn(inputs: Any, seed: int = 0) -> Any:
     return inputs
 
 
-def kept_by(method: Any, inputs: Any, most: Any = lambda units: 10**6) -> dict[str, list[Tensor]]:
+def kept_by(method: Any, inputs: Any, get_max_units: Any = lambda units: 10**6) -> dict[str, list[Tensor]]:
     """Return the mask of the units that the method keeps of each image, computed from the pixels."""
-    found = {}
+    masks = {}
     for modality, name in MODALITIES.items():
         if inputs.get(name) is None:
             continue
-        found[modality], start = [], 0
+        masks[modality], start = [], 0
         for t, h, w in inputs[f"{modality}_grid_thw"].tolist():
-            own = inputs[name][start : start + t * h * w]
-            keep = method.keep_units(own.reshape(t, h // 2, w // 2, -1), most(t * h * w // UNIT))
-            found[modality].append(keep.flatten())
+            pixels = inputs[name][start : start + t * h * w]
+            keep = method.keep_units(pixels.reshape(t, h // 2, w // 2, -1), get_max_units(t * h * w // UNIT))
+            masks[modality].append(keep.flatten())
             start += t * h * w
-    return found
+    return masks
 
 
 def order_of_windows(height: int, width: int, side: int) -> list[int]:
@@ -97,8 +97,8 @@ def in_rows(tower: Any, grids: Tensor) -> Tensor:
 
 
 @contextmanager
-def masked(tower: Any, grids: Tensor, keep: list[Tensor], first: int = 0) -> Iterator[None]:
-    """Mask the patches of dropped units in `tower` within the context, from the block at `first` on.
+def mask_units(tower: Any, grids: Tensor, keep: list[Tensor], first: int = 0) -> Iterator[None]:
+    """Mask the patches of dropped units in `tower` within this context, from the block at `first` on.
 
     Dropped patches still attend to everything. The sequences of each block are in the order of its input.
     """
@@ -108,28 +108,28 @@ def masked(tower: Any, grids: Tensor, keep: list[Tensor], first: int = 0) -> Ite
         window = order_of_windows(h // 2, w // 2, side) if side < 10**6 else list(range(h * w // UNIT))
         for frame in units.view(t, -1):
             order.append(frame[window])
-    seen = torch.cat(order).repeat_interleave(UNIT)
-    done: dict[int, int] = {}
+    visible = torch.cat(order).repeat_interleave(UNIT)
+    progress: dict[int, int] = {}
     before = {id(block.attn) for block in tower.blocks[:first]}
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        start, width = done.get(id(module), 0), key.shape[2]
-        done[id(module)] = (start + width) % len(seen)
-        allowed = seen[start : start + width] | torch.eye(width, dtype=torch.bool) | (id(module) in before)
+        start, width = progress.get(id(module), 0), key.shape[2]
+        progress[id(module)] = (start + width) % len(visible)
+        allowed = visible[start : start + width] | torch.eye(width, dtype=torch.bool) | (id(module) in before)
         logits = (query @ key.transpose(2, 3) * kwargs["scaling"]).masked_fill(~allowed, -torch.inf)
         return (logits.softmax(-1) @ value).transpose(1, 2), None
 
     configs = {id(block.attn.config): block.attn.config for block in tower.blocks}.values()
-    with attending_by(attention, configs):
+    with use_attention(attention, configs):
         yield
-    assert not any(done.values()) and len(done) == len(tower.blocks)
+    assert not any(progress.values()) and len(progress) == len(tower.blocks)
 
 
 def tensors_of(output: Any) -> list[Tensor]:
     """Return the features that a model uses, one row per unit: features of the last block and of deepstack layers."""
     pooled = output.pooler_output
     deep = list(getattr(output, "deepstack_features", None) or [])
-    return [one if isinstance(one, Tensor) else torch.cat(list(one)) for one in (pooled, *deep)]
+    return [features if isinstance(features, Tensor) else torch.cat(list(features)) for features in (pooled, *deep)]
 
 
 def read_states(model: Any, inputs: Any, modality: str) -> list[Tensor]:
@@ -149,7 +149,7 @@ def check_kept_units(model: Any, inputs: Any, modality: str, output: Any, kept: 
     keep, blocks = torch.cat(kept), len(tower_of(model).blocks)
     counts = [UNIT * len(keep)] * first + [UNIT * int(keep.sum())] * (blocks - first)
     assert get_record(output).block_tokens == counts
-    with masked(tower_of(model), inputs[f"{modality}_grid_thw"], kept, first):
-        want = encode(model, inputs)[modality]
-    for mine, theirs in zip(tensors_of(output), tensors_of(want), strict=True):
-        close(mine[keep], theirs[keep])
+    with mask_units(tower_of(model), inputs[f"{modality}_grid_thw"], kept, first):
+        expected = encode(model, inputs)[modality]
+    for actual_features, expected_features in zip(tensors_of(output), tensors_of(expected), strict=True):
+        close(actual_features[keep], expected_features[keep])

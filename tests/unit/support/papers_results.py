@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as lmms-eval writes them, made up."""
+"""Made-up results in the format of lmms-eval."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def setting(papers: Any, name: str) -> Any:
-    return next(one for one in papers.settings.settings() if one.name == name)
+def find_setting(papers: Any, name: str) -> Any:
+    return next(candidate for candidate in papers.settings.settings() if candidate.name == name)
 
 
 def write_results(papers: Any, folder: Path, name: str, numbers: dict[str, float], **changes: Any) -> Path:
-    """A results file as lmms-eval 0.7.3 writes it, with `numbers` in the papers' units."""
+    """Write a results file in the format of lmms-eval 0.7.3, with `numbers` in the papers' units."""
     results: dict[str, Any] = {}
-    for key, number in numbers.items():
-        one = papers.sets.SETS[key]
-        share = number / one.scale / len(one.metrics)
-        stderr = {f"{metric}_stderr,none": "N/A" for metric in one.metrics}
-        task = changes.get("tasks", {}).get(key, one.tasks[0])
-        results[task] = {"alias": task, **{f"{metric},none": share for metric in one.metrics}, **stderr}
-    arguments = setting(papers, name).arguments("llava-hf/llava-1.5-7b-hf", "cuda", "thresholds.safetensors")
+    for key, value in numbers.items():
+        task_set = papers.sets.SETS[key]
+        share = value / task_set.scale / len(task_set.metrics)
+        stderr = {f"{metric}_stderr,none": "N/A" for metric in task_set.metrics}
+        task = changes.get("tasks", {}).get(key, task_set.tasks[0])
+        results[task] = {"alias": task, **{f"{metric},none": share for metric in task_set.metrics}, **stderr}
+    arguments = find_setting(papers, name).arguments("llava-hf/llava-1.5-7b-hf", "cuda", "thresholds.safetensors")
     config = {"model": "tokenprune", "model_args": arguments, "batch_size": "1", "limit": None} | changes.get(
         "config", {}
     )
@@ -34,5 +34,5 @@ def write_results(papers: Any, folder: Path, name: str, numbers: dict[str, float
     return path
 
 
-def cut_short(path: Path) -> None:
+def truncate_file(path: Path) -> None:
     path.write_text(path.read_text()[:-20])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of sessions' policies, without a model."""
+"""Inputs of session policies, without a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenprune.integrations.hf.sessions.policies.base import PolicyView
 def view_of(
     frames: int, cells: int, *, heads: int = 2, seed: int = 0, step: int = 0, first: int = 0, session_seed: int = 0
 ) -> PolicyView:
-    """A view of whole frames, between each two of which a token of text came."""
+    """Build a view of complete frames with a text token between each two."""
     g = torch.Generator().manual_seed(seed)
     n = frames * cells
     frame = torch.arange(first, first + frames).repeat_interleave(cells)[None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that speaks like vLLM with the plugin, and has no model: what a client sends is kept."""
+"""A server with the API of vLLM and its plugin, without a model. It records the requests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-VISUAL, TEXT = 100, 20  # tokens of an image, and of a question
+VISUAL, TEXT = 100, 20  # tokens of an image and of a question
 
 
 class Pretender(ThreadingHTTPServer):
-    """plugin: whether it is there, and counts. refusal: an HTTP status and message for chats. bos: whether the chat
-    template writes the first token itself. gate: every chat waits at it."""
+    """plugin: whether the plugin is installed and counts tokens. refusal: an HTTP status and message for chats. bos:
+    whether the chat template writes the first token. gate: a barrier where each chat waits."""
 
     daemon_threads = True
 
@@ -56,30 +56,30 @@ class Talk(BaseHTTPRequestHandler):
         return self.say(200 if self.path in answers else 404, json.dumps(answers.get(self.path)))
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
             ids = [1] * self.server.bos + [7, 8]
-            return self.say(200, json.dumps({"tokens": [1] * asked["add_special_tokens"] + ids}))
+            return self.say(200, json.dumps({"tokens": [1] * request["add_special_tokens"] + ids}))
         with self.server.lock:
-            self.server.chats.append(asked)
+            self.server.chats.append(request)
         self.server.gate.wait(20)
         if self.server.refusal is not None:
             status, message = self.server.refusal
             return self.say(status, json.dumps({"error": {"message": message, "type": "", "code": status}}))
-        setting = asked["mm_processor_kwargs"]["tokenprune"]
+        setting = request["mm_processor_kwargs"]["tokenprune"]
         kept = round(VISUAL * setting.get("keep", 1)) if self.server.plugin else VISUAL
         with self.server.lock:
             self.server.counts[0] += VISUAL
             self.server.counts[1] += kept
         usage = {"prompt_tokens": TEXT + kept, "completion_tokens": 1, "total_tokens": TEXT + kept + 1}
-        told = {"id": "x", "created": 0, "model": "one"}
-        message = {"role": "assistant", "content": asked["messages"][0]["content"][-1]["text"]}
-        if asked.get("stream"):
-            events = [told | {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": message}]}] * 3
+        reply = {"id": "x", "created": 0, "model": "one"}
+        message = {"role": "assistant", "content": request["messages"][0]["content"][-1]["text"]}
+        if request.get("stream"):
+            events = [reply | {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": message}]}] * 3
             lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"]
             return self.say(200, "".join(lines), "text/event-stream")
         choice = {"index": 0, "finish_reason": "stop", "message": message}
-        return self.say(200, json.dumps(told | {"object": "chat.completion", "choices": [choice], "usage": usage}))
+        return self.say(200, json.dumps(reply | {"object": "chat.completion", "choices": [choice], "usage": usage}))
 
     def say(self, status: int, text: str, kind: str = "application/json") -> None:
         self.send_response(status)

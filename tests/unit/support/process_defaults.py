@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process whose default device or dtype is another one than the model's, as a script may make it."""
+"""Run with another default device or dtype than the model's, as a script may set them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from torch.utils._pytree import tree_leaves
 import tokenprune
 
 _LIBRARY, _TRANSFORMERS = (os.path.join(os.path.dirname(module.__file__), "") for module in (tokenprune, transformers))
-# A device that holds no values; a dtype that a float32 model has no use for, and one that the library asks for itself.
+# A device that holds no values; a dtype foreign to a float32 model; and a dtype that the library requests explicitly.
 DEFAULTS = {"meta": torch.device("meta"), "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class _Refused(TorchDispatchMode):
-    """Refuses tensors of a default that the library's own lines make: most of them change no answer on small inputs."""
+    """Refuses tensors that library code creates with the default, since most do not change results on small inputs."""
 
     def __init__(self, default: torch.device | torch.dtype) -> None:
         super().__init__()
         self.default = default
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        values = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor) and x.numel()]
+        output = function(*args, **(kwargs or {}))
+        values = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.numel()]
         if any(self.default in (x.device, x.dtype) for x in values) and (line := _line_of_library()):
             raise AssertionError(f"{line}: {function} took the default, {self.default}")
-        return made
+        return output
 
 
 def _line_of_library() -> str | None:
-    """Return the line that asks for what runs now, None if transformers does."""
+    """Return the library line that runs the current operation, or None if transformers runs it."""
     frame = sys._getframe(2)
     while frame is not None and not frame.f_code.co_filename.startswith((_LIBRARY, _TRANSFORMERS)):
         frame = frame.f_back
@@ -48,12 +48,12 @@ def _line_of_library() -> str | None:
 
 @contextmanager
 def defaulting(name: str, watched: bool = True) -> Iterator[None]:
-    """Make one of DEFAULTS the process's default. watched: refuse tensors that the library makes of it."""
+    """Set one of DEFAULTS as the process default. watched: refuse tensors that the library creates with it."""
     default, before = DEFAULTS[name], torch.get_default_dtype()
-    watched = watched and default is not torch.float64  # the library makes some of these by name
-    of_device = isinstance(default, torch.device)
-    with default if of_device else nullcontext(), _Refused(default) if watched else nullcontext():
-        torch.set_default_dtype(before if of_device else default)
+    watched = watched and default is not torch.float64  # the library creates some float64 tensors explicitly
+    is_device = isinstance(default, torch.device)
+    with default if is_device else nullcontext(), _Refused(default) if watched else nullcontext():
+        torch.set_default_dtype(before if is_device else default)
         try:
             yield
         finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real processors of transformers, made offline, and what they really do with an image."""
+"""Processors of transformers, created offline, and their actual token counts."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def tokenizer() -> Any:
 
 
 def special_tokenizer(**extra: str) -> Any:
-    """The shipped tokenizer with special tokens of another family."""
+    """Return the shipped tokenizer with special tokens of another family."""
     return AutoTokenizer.from_pretrained(DEMO, extra_special_tokens=extra)
 
 
 def llava() -> Any:
-    """The LLaVA processor of the shipped model."""
+    """Return the LLaVA processor of the shipped model."""
     return AutoProcessor.from_pretrained(DEMO)
 
 
 @cache
 def demo_model() -> Any:
-    """The shipped model; tests leave it as it was."""
+    """Return the shipped model. Tests must leave it unchanged."""
     return AutoModelForImageTextToText.from_pretrained(DEMO).eval()
 
 
@@ -62,12 +62,12 @@ def build_for(family: Any, processor: Any) -> Any:
     return replace(family, config={**family.config, "image_token_id": processor.image_token_id}).build()
 
 
-# Qwen's processor with small patches, and limits that leave the images of the tests alone.
+# Qwen's processor with small patches, and limits that do not resize the images of the tests.
 LIMITS = dict(patch_size=4, size={"shortest_edge": 64, "longest_edge": 10**6})
 
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Soft blobs with some grain."""
+    """Draw soft blobs with some grain."""
     g = torch.Generator().manual_seed(seed)
     coarse = torch.rand(1, 3, 6, 6, generator=g)
     smooth = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bicubic").clamp(0, 1)[0]
@@ -76,21 +76,21 @@ def photo(height: int, width: int, seed: int = 0) -> Image.Image:
 
 
 def asked(processor: Any, *images: Image.Image) -> dict[str, torch.Tensor]:
-    """A batch with one image and one question a row."""
+    """Return a batch with one image and one question per row."""
     return processor(
         images=list(images), text=["<image>what color is it?"] * len(images), padding=True, return_tensors="pt"
     )
 
 
 def state(processor: Any) -> Any:
-    """Everything that a patch on a processor may change."""
+    """Return all state that a patch on a processor may change."""
     image = processor.image_processor if hasattr(processor, "image_processor") else processor
     return (type(image), type(processor)), dict(vars(image)), image.to_json_string()
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A whole processor reduced to what counting reads, for those that need packages or tokens that we lack."""
+    """A processor reduced to the parts that counting reads, for families whose packages or tokens are not installed."""
 
     image_processor: Any
     image_seq_length: int = 4
@@ -103,16 +103,16 @@ class Partial:
 
 
 def written(processor: Any, *images: torch.Tensor, **kwargs: Any) -> int:
-    """Placeholders that the whole processor writes for a prompt with these images."""
+    """Return the number of placeholders that a processor writes for a prompt with these images."""
     inputs = processor(images=[list(images)], text=["<image>" * len(images)], return_tensors="pt", **kwargs)
     return int((inputs["input_ids"] == tokenizer().convert_tokens_to_ids("<image>")).sum())
 
 
 @dataclass(frozen=True)
 class Counted:
-    """An image processor whose tokens can be counted: a small one, and how many tokens it really makes.
+    """A small image processor with countable tokens, and a function that returns its actual token count.
 
-    different: how many different counts the random sizes of the test meet at least.
+    different: minimum number of different counts that the random sizes of the test must produce.
     """
 
     make: Callable[..., Any]
@@ -165,9 +165,9 @@ def _glm(cls: Any) -> Counted:
 
 
 def _views(processor: Any, image: torch.Tensor) -> int:
-    """Tokens of the views that DeepSeek-OCR 2's processor makes, and one separator; 8 pixels a token."""
-    made = processor(image)
-    views = [*made["pixel_values"], *made.get("pixel_values_local", [])]
+    """Count the tokens of the views of DeepSeek-OCR 2's processor, at 8 pixels per token, and one separator."""
+    outputs = processor(image)
+    views = [*outputs["pixel_values"], *outputs.get("pixel_values_local", [])]
     return 1 + sum((view.shape[-1] // 8) ** 2 for view in views)
 
 

@@ -18,7 +18,8 @@ from zoo import Family
 
 
 def hide_dropped(family: Family, model: PreTrainedModel, cuts: list[Any], length: int) -> Any:
-    """Return the oracle of a family: no mask hides tokens from layers with a state, so each row runs by itself."""
+    """Return the oracle of a family. Recurrent families need separate runs of each row, since masks do not affect
+    states."""
     return (only_kept if family.name in STATEFUL else reduced)(family, model, cuts, length)
 
 
@@ -32,13 +33,13 @@ def run_pruned(model: PreTrainedModel, inputs: dict, method: Any, keep: Any = 0.
 def check_forward(
     family: Family, model: PreTrainedModel, inputs: dict, method: Any, keep: Any = 0.5, **options: Any
 ) -> Stats:
-    """Check the logits of all tokens that survive the last cut; return the statistics."""
+    """Check the logits of all tokens that survive the last cut, and return the statistics."""
     output, stats = run_pruned(model, inputs, method, keep, **options)
     length = inputs["input_ids"].shape[1]
     with hide_dropped(family, model, stats.cuts, length), torch.no_grad():
-        want = model(**inputs).logits
+        expected = model(**inputs).logits
     alive = survivors(stats.cuts[-1], length)
-    close(output.logits[alive], want[alive])
+    close(output.logits[alive], expected[alive])
     return stats
 
 
@@ -52,11 +53,11 @@ def check_generation(
     tolerance: float = 1e-5,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Stats]:
-    """Check the logits of `generate` in each step; return them, the written tokens, and the statistics."""
+    """Check the logits of each step of `generate`. Return the logits, the written tokens, and the statistics."""
     with tokenprune.patched(model, method, keep=keep, record=True, **options):
-        got, tokens, _ = generate_logits(model, inputs, steps)
+        actual, tokens, _ = generate_logits(model, inputs, steps)
         stats = tokenprune.stats(model)
     with hide_dropped(family, model, stats.cuts, inputs["input_ids"].shape[1]):
-        want, _, _ = generate_logits(model, inputs, steps, tokens=tokens)
-    close(got.float(), want.float(), tolerance)
-    return got, tokens, stats
+        expected, _, _ = generate_logits(model, inputs, steps, tokens=tokens)
+    close(actual.float(), expected.float(), tolerance)
+    return actual, tokens, stats

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A method of several cuts in a file outside the library, as a user would write it: PyramidDrop (arXiv 2410.17247)."""
+"""A method with several cuts in a file outside the library, as a user writes it: PyramidDrop (arXiv 2410.17247)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tokenprune.budgets.schedule import plan_cuts
 
 @dataclass(frozen=True)
 class Pyramid(Pruner):
-    """Keep half as many visual tokens behind each quarter of the decoder, ranked by the next layer's last row.
+    """Halve the visual tokens after each quarter of the decoder, ranked by attention of the next layer's last row.
 
-    keep: tokens averaged over the decoder's layers. depths: where it cuts, as shares of the decoder's depth.
+    keep: average tokens over the decoder's layers. depths: positions of the cuts, as shares of the decoder's depth.
     """
 
     name: ClassVar[str] = "pyramid"
@@ -24,7 +24,7 @@ class Pyramid(Pruner):
     depths: tuple[float, ...] = (0.25, 0.5, 0.75)
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        cuts = [(depth, 0.5 ** (number + 1)) for number, depth in enumerate(self.depths)]
+        cuts = [(depth, 0.5 ** (index + 1)) for index, depth in enumerate(self.depths)]
         return [(PyramidStage(cut.layer), cut.budget) for cut in plan_cuts(layers, cuts, budget)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in 8 bits on the CPU, in place; a test without the library that does it is skipped."""
+"""Quantization of a model to 8-bit weights on the CPU. Tests skip if the library is not installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def torchao(model: nn.Module) -> None:
-    """All linear layers, by torchao."""
+    """Quantize all linear layers with torchao."""
     quantization = pytest.importorskip(
         "torchao.quantization",
         reason="torchao is not installed (pip install torchao): transformers imports it at once, noisily",
@@ -17,11 +17,11 @@ def torchao(model: nn.Module) -> None:
 
 
 def bitsandbytes(model: nn.Module) -> None:
-    """The linear layers of the decoder, by bitsandbytes."""
+    """Quantize the linear layers of the decoder with bitsandbytes."""
     bnb = pytest.importorskip("bitsandbytes")
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear and "language_model" in path:
-            made = bnb.nn.Linear8bitLt(module.in_features, module.out_features, module.bias is not None,
+            quantized = bnb.nn.Linear8bitLt(module.in_features, module.out_features, module.bias is not None,
                                        has_fp16_weights=False)  # fmt: skip
-            made.load_state_dict(module.state_dict())
-            model.set_submodule(path, made.to("cpu"))
+            quantized.load_state_dict(module.state_dict())
+            model.set_submodule(path, quantized.to("cpu"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the benchmark, made up for its report."""
+"""Made-up benchmark runs for the report."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def header(**changes: Any) -> dict[str, Any]:
 
 
 def result(method: str, keep: float, colours: int, words: int, tokens: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """A result with so many of 100 right of each kind, and `tokens` of 100 in each of two layers; default: its keep."""
+    """Return a result with the given right answers of 100 for each kind, and `tokens` of 100 in both layers, by default
+    its keep."""
     tokens = tokens or 100 * keep
-    right = "".join(f"{number < colours:d}{number < words:d}" for number in range(QUESTIONS // 2))
+    right = "".join(f"{index < colours:d}{index < words:d}" for index in range(QUESTIONS // 2))
     per_layer = [tokens * QUESTIONS] * 2
     stats = dict(
         visual_tokens_in=100 * QUESTIONS, visual_tokens_out=tokens * QUESTIONS, visual_tokens_per_layer=per_layer,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose which variants of a test run: all, those that pair every two values, those of one method of each kind on all
-families, or those of one family of each kind that hold each value once."""
+"""Choose the variants of a test to run: all, a pairwise cover, one method of each kind on all families, or one family
+of each kind with each value once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tokenprune.models.families import SUPPORTED
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import find_observable
 
-# `-m fast` runs one family of each kind, and on families one method of each kind.
+# `-m fast` runs one family of each kind, and one method of each kind on them.
 FAST_FAMILIES = {
     "llava": "one square of patches for each image, a class token, positions on one axis",
     "llava_onevision": "tiles of an image, videos",
@@ -40,14 +40,14 @@ FAST_METHODS = {
     "dynres": "acts on pixels",
     "pevlm": "acts on attention",
 }
-# A test of every method runs those above on all families of zoo.py, and the others on one or all of these: what a
-# family does to a method is in what the method gets to see, and in what the engine does at its site.
+# Tests of all methods run FAST_METHODS on all families of zoo.py, and each other method on one family below, or on all
+# three. A family affects a method only through its observables and the engine at its site.
 FEW_FAMILIES = {
     "llava": "one square of patches for each image",
     "llava_onevision": "tiles and a token behind each image's last row, videos",
     "qwen2_5_vl": "images of any shape, positions on three axes, videos",
 }
-# What takes long whatever the family: it starts processes, runs a whole benchmark, simulates, or interprets kernels.
+# Slow for any family: starts processes, runs a benchmark or a simulation, or interprets kernels.
 SLOW = {
     "api/test_cli.py",
     "api/test_command_line_traps.py::test_a_line_of_the_predictions_without_an_answer_is_named",
@@ -126,10 +126,10 @@ SLOW = {
     "scripts/test_gpu_tables.py",
     "scripts/test_mutations.py",
     "scripts/test_pages.py",
-    "scripts/test_papers_settings.py::test_a_model_of_this_shape_sees_what_the_settings_say",
+    "scripts/test_papers_settings.py::test_settings_reach_their_average_in_a_model_of_this_shape",
     "scripts/test_recall.py",
     "scripts/test_recover.py",
-    "scripts/test_screenshots.py::test_what_is_wrong_with_a_page_is_said",
+    "scripts/test_screenshots.py::test_problems_of_a_page_are_reported",
     "scripts/test_speed_benchmarks.py",
     "scripts/test_sizes.py::test_one_cut_runs_through_no_more_files_than_today",
     "scripts/test_sweep.py",
@@ -158,19 +158,20 @@ if compat.VERSION.release[:2] == (5, 24):
 
 
 def names_in(item: pytest.Item) -> set[str]:
-    """Return the names among a test's parameters: strings, and what has a name, such as a family or a method."""
-    given = getattr(item, "callspec", None)
-    return set() if given is None else names_of(given.params.values())
+    """Return the names among a test's parameters: strings, and the names of named objects such as families and
+    methods."""
+    callspec = getattr(item, "callspec", None)
+    return set() if callspec is None else names_of(callspec.params.values())
 
 
 def names_of(values: Iterable[Any]) -> set[str]:
-    """Return the strings among values of parameters, and the names of those that have one."""
+    """Return the strings among parameter values, and the names of named objects."""
     return {name for value in values if isinstance(name := getattr(value, "name", value), str)}
 
 
 def lacking(item: pytest.Item) -> list[str]:
-    """Return why a test cannot run with the installed transformers: the model types that it lacks, or that cannot be
-    pruned with it yet."""
+    """Return the reasons why a test cannot run with the installed transformers: missing or not yet supported model
+    types."""
     return why_lacking(names_in(item))
 
 
@@ -179,37 +180,37 @@ def why_lacking(names: set[str]) -> list[str]:
 
 
 def is_fast(item: pytest.Item) -> bool:
-    """Return whether a test may be one of `-m fast`: see `fast_of`."""
-    place, names = item.nodeid.partition("[")[0].removeprefix("tests/unit/"), names_in(item)
+    """Return whether a test may be part of `-m fast`: see `fast_of`."""
+    test, names = item.nodeid.partition("[")[0].removeprefix("tests/unit/"), names_in(item)
     families = names & (FAMILIES.keys() | REFUSED.keys())
     methods = names & set(tokenprune.available_methods()) if families else set()
-    slow = {place, place.partition("::")[0]} & SLOW
+    slow = {test, test.partition("::")[0]} & SLOW
     return not slow and families <= FAST_FAMILIES.keys() and methods <= FAST_METHODS.keys()
 
 
 @cache
 def kind_of(method: str) -> tuple[Any, ...]:
-    """Return what methods of one kind have in common: where they act, whether they merge, where what they need to see
-    is observed, and what they do to a call's plan: several cuts, counts by content, withdrawal."""
+    """Return the properties shared by methods of one kind: site, merging, where observables are recorded, number of
+    cuts, content-based counts, and withdrawal."""
     info = tokenprune.method_info(method)
-    seen = frozenset(find_observable(need).where for need in info.observables)
+    recorded_at = frozenset(find_observable(need).where for need in info.observables)
     several = isinstance(info.cls(), Pruner) and len(info.cls().stages(Budget(keep=0.9), 32)) > 1
-    return info.site, info.merges, seen, several, info.cls.chooses_count, bool(info.cls.min_tokens)
+    return info.site, info.merges, recorded_at, several, info.cls.chooses_count, bool(info.cls.min_tokens)
 
 
-def without(method: str) -> set[str]:
-    """Return the families of zoo.py that take no videos, for a method of nothing else: tests of it skip there."""
+def list_families_without_video(method: str) -> set[str]:
+    """Return the families of zoo.py without videos if the method needs videos: its tests skip there."""
     info = tokenprune.method_info(method)
     frames = any(find_observable(need).where is ObservedAt.FRAMES for need in info.observables)
     return {name for name, family in zoo.FAMILIES.items() if not family.video} if frames else set()
 
 
 def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Remove from `items` most variants of tests that are run for methods on families of zoo.py; return them.
+    """Remove most variants of tests of methods on families of zoo.py from `items`, and return them.
 
-    Each method of `FAST_METHODS` stays on every family; in a test without these the first by name does. In a test
-    marked `each_kind` the first of each kind by name stays on all of `FEW_FAMILIES`. Of each other method one variant
-    stays, on one of them; in another test another one, so that it meets all families and values.
+    Each method of `FAST_METHODS` stays on every family; in a test without them, the first method by name does. In a
+    test marked `each_kind`, the first method of each kind by name stays on all of `FEW_FAMILIES`. Each other method
+    stays in one variant, which differs between tests, so that the method meets all families and values.
     """
     known = set(tokenprune.available_methods())
     groups: dict[str, dict[str, dict[str, list[pytest.Item]]]] = defaultdict(lambda: defaultdict(dict))
@@ -217,75 +218,77 @@ def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         methods, families = names_in(item) & known, names_in(item) & zoo.FAMILIES.keys()
         if len(methods) == 1 and len(families) == 1:
-            on = groups[item.nodeid.partition("[")[0]][methods.pop()]
-            on.setdefault(families.pop(), []).append(item)
-    gone: set[pytest.Item] = set()
+            variants_of = groups[item.nodeid.partition("[")[0]][methods.pop()]
+            variants_of.setdefault(families.pop(), []).append(item)
+    removed: set[pytest.Item] = set()
     for test, group in groups.items():
         first: dict[Any, str] = {}
         for method in sorted(group, key=lambda name: (name not in FAST_METHODS, name)):
             first.setdefault(kind_of(method), method)
         everywhere = FAST_METHODS.keys() & group.keys() or {min(group)}
         for method in group.keys() - everywhere:
-            on = group[method]
-            few = sorted(on.keys() & FEW_FAMILIES.keys() - without(method)) or sorted(on)
+            variants_of = group[method]
+            few = sorted(variants_of.keys() & FEW_FAMILIES.keys() - list_families_without_video(method)) or sorted(
+                variants_of
+            )
             turn = crc32(f"{test} {method}".encode())
             if test in by_kind and method in first.values():
-                left = {item for family in few for item in on[family]}
+                kept = {item for family in few for item in variants_of[family]}
             else:
-                variants = on[few[turn % len(few)]]
-                left = {variants[turn // len(few) % len(variants)]}
-            gone |= {item for variants in on.values() for item in variants} - left
-    items[:] = [item for item in items if item not in gone]
-    return list(gone)
+                variants = variants_of[few[turn % len(few)]]
+                kept = {variants[turn // len(few) % len(variants)]}
+            removed |= {item for variants in variants_of.values() for item in variants} - kept
+    items[:] = [item for item in items if item not in removed]
+    return list(removed)
 
 
 def leave_out_thorough(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Remove from `items` those marked `thorough`; return them."""
-    gone = [item for item in items if item.get_closest_marker("thorough")]
-    items[:] = [item for item in items if item not in gone]
-    return gone
+    """Remove the tests marked `thorough` from `items`, and return them."""
+    removed = [item for item in items if item.get_closest_marker("thorough")]
+    items[:] = [item for item in items if item not in removed]
+    return removed
 
 
 def leave_out_values(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Remove from `items` those variants of tests marked `few_families` that are on a family of zoo.py out of
-    `FEW_FAMILIES`, and have not the first values of the test's other parameters; return them."""
+    """Remove variants of tests marked `few_families` from `items`, and return them: those on families outside of
+    `FEW_FAMILIES` whose other parameters do not have their first values."""
     first: dict[str, dict[str, Any]] = {}
-    gone = set()
+    removed = set()
     for item in items:
         if item.get_closest_marker("few_families") is None:
             continue
         families = names_in(item) & zoo.FAMILIES.keys()
-        # By identity, because values need not be hashable; those of one parameter are the same objects in all variants.
+        # Compare ids, because values need not be hashable. Variants share the objects of a parameter's values.
         others = {
             name: id(value)
             for name, value in item.callspec.params.items()
             if not families & {getattr(value, "name", None), value if isinstance(value, str) else None}
         }
         if others != first.setdefault(item.nodeid.partition("[")[0], others) and not families & FEW_FAMILIES.keys():
-            gone.add(item)
-    items[:] = [item for item in items if item not in gone]
-    return list(gone)
+            removed.add(item)
+    items[:] = [item for item in items if item not in removed]
+    return list(removed)
 
 
 def covering(variants: Sequence[dict[str, Any]], together: int = 2) -> list[int]:
-    """Return the indices of few variants, in order, that hold every `together` values of different parameters that any
-    does.
+    """Return the sorted indices of few variants that cover every combination of `together` values of different
+    parameters.
 
-    Greedy: the next one is that with the most which are not held yet, the first of these.
+    Greedy: pick the variant with the most missing combinations, the first of equal variants.
     """
-    # By identity, because values need not be hashable; those of one parameter are the same objects in all variants.
+    # Compare ids, because values need not be hashable. Variants share the objects of a parameter's values.
     marked = [sorted((name, id(value)) for name, value in variant.items()) for variant in variants]
-    held = [set(combinations(values, together)) or {tuple(values)} for values in marked]
-    missing, chosen = set().union(*held), []
+    combinations_of = [set(combinations(values, together)) or {tuple(values)} for values in marked]
+    missing, chosen = set().union(*combinations_of), []
     while missing:
-        chosen.append(max(range(len(held)), key=lambda index: len(held[index] & missing)))
-        missing -= held[chosen[-1]]
+        chosen.append(max(range(len(combinations_of)), key=lambda index: len(combinations_of[index] & missing)))
+        missing -= combinations_of[chosen[-1]]
     return sorted(chosen)
 
 
 def fast_of(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests of `-m fast`: of those that `is_fast` lets pass, the variants that hold each value of each
-    parameter once."""
+    """Return the tests of `-m fast`: among tests that pass `is_fast`, variants that cover each value of each
+    parameter."""
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if is_fast(item):
@@ -298,10 +301,10 @@ def fast_of(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 
 
 def leave_out_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Remove from `items` those variants of tests marked `pairwise` that hold no new pair of values; return them.
+    """Remove variants of tests marked `pairwise` that cover no new pair of values from `items`, and return them.
 
-    The marker may be given `runs=`, a function of the test's parameters that says whether a variant runs or skips: one
-    that skips holds no pair.
+    The marker's optional `runs=` is a function of the test's parameters that returns False for variants that skip. They
+    cover no pair.
     """
     groups: dict[str, list[Any]] = defaultdict(list)
     left_out: list[pytest.Item] = []
@@ -315,8 +318,8 @@ def leave_out_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
         else:
             left_out.append(item)
     for group in groups.values():
-        held = set(covering([item.callspec.params for item in group]))
-        left_out += [item for index, item in enumerate(group) if index not in held]
-    gone = set(left_out)
-    items[:] = [item for item in items if item not in gone]
+        covered = set(covering([item.callspec.params for item in group]))
+        left_out += [item for index, item in enumerate(group) if index not in covered]
+    removed = set(left_out)
+    items[:] = [item for item in items if item not in removed]
     return left_out

@@ -23,9 +23,9 @@ def served(
     per: str = "image",
     bounds: tuple[float, ...] = (),
 ) -> Setting:
-    """Return the normalized setting with these methods and budgets (an int is a number of tokens)."""
-    steps = [(one, budget) for one, budget in ((pixel_method, share), (method, keep)) if one is not None]
-    value: dict[str, Any] = {"method": [{"method": one.name, **_options(one)} for one, _ in steps], "per": per}
+    """Return the normalized setting with these methods and budgets (an int is a token count)."""
+    steps = [(step, budget) for step, budget in ((pixel_method, share), (method, keep)) if step is not None]
+    value: dict[str, Any] = {"method": [{"method": step.name, **_options(step)} for step, _ in steps], "per": per}
     value["keep"] = [Budget.from_number(budget).to_json() for _, budget in steps]
     return replace(parse_setting(value), bounds=bounds)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that cut inside the decoder, against naive loops: on made-up tokens, and inside eager models."""
+"""Check methods that cut inside the decoder against naive loops, on made-up tokens and inside eager models."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ SHARES = (0.03, 0.3, 0.7, 1.0)
 
 def view(
     counts: Sequence[int], keep: Sequence[int], needs: Sequence[str], *, seed: int = 0, levels: int | None = None,
-    dtype: torch.dtype = torch.float32, **given: Any,
+    dtype: torch.dtype = torch.float32, **replaced: Any,
 ) -> VisualTokens:  # fmt: skip
-    """Made-up tokens with all that a method needs. levels: numbers are rounded to so many a unit, which makes ties."""
+    """Build made-up tokens with all observables that a method needs. levels: round values to steps of 1 / levels, for
+    ties."""
     g, sizes = torch.Generator().manual_seed(seed), Sizes(tuple(counts), TEXT, width=WIDTH, heads=HEADS)
 
     def rounded(value: Any) -> Any:
@@ -41,16 +42,16 @@ def view(
             value = (value * levels).round() / levels
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    seen = {name: rounded(find_observable(name).example(sizes, g)) for name in ("hidden", *sorted(needs))}
-    text = {find_observable(name).text_name: find_observable(name).text_example(sizes, g) for name in seen}
+    observables = {name: rounded(find_observable(name).example(sizes, g)) for name in ("hidden", *sorted(needs))}
+    text = {find_observable(name).text_name: find_observable(name).text_example(sizes, g) for name in observables}
     text = {name: rounded(value) for name, value in text.items() if value is not None}
     lengths = torch.tensor([max(1, TEXT - row) for row in range(len(counts))])
     text["mask"] = torch.arange(TEXT) < lengths[:, None]
-    return visual_tokens(counts=counts, keep=list(keep), text=text, **{**seen, **given})
+    return visual_tokens(counts=counts, keep=list(keep), text=text, **{**observables, **replaced})
 
 
 def counts_of(method: Any, layers: int, count: int, keep: Any) -> list[tuple[int, int]]:
-    """Return the layer of each cut of a method, and how many of an image's `count` tokens it keeps."""
+    """Return the layer of each cut of a method, and the kept tokens of an image of `count` tokens."""
     shape = DecoderShape(layers, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
     return [
         (stage.cut_layer, *part.resolve([count], layer=stage.cut_layer, shape=shape, text_tokens=9, original=[count]))
@@ -66,20 +67,21 @@ def rows(keep: Tensor) -> list[list[int]]:
     return [row.nonzero().flatten().tolist() for row in keep]
 
 
-def best(score: Sequence[float], number: int, among: Sequence[int] | None = None) -> list[int]:
-    """The highest of a list, of equal ones the first; sorted by place."""
-    places = range(len(score)) if among is None else among
-    return sorted(sorted(places, key=lambda i: (-score[i], i))[:number])
+def best(score: Sequence[float], count: int, among: Sequence[int] | None = None) -> list[int]:
+    """Return the indices of the highest scores, the first of equal scores, in increasing order."""
+    candidates = range(len(score)) if among is None else among
+    return sorted(sorted(candidates, key=lambda i: (-score[i], i))[:count])
 
 
 @dataclass
 class Arrived:
-    """What a naive loop sees of one image at one cut, of the unpatched model with earlier cuts masked.
+    """Inputs of a naive loop for one image at one cut, from the unpatched model with earlier cuts masked.
 
-    places: positions of its tokens that arrive. text: of the text behind it. before, behind: attention `[H, L, L]` of
-    the layers before and behind the cut. hidden, previous: `[L, D]`, what enters the layer behind and before it.
-    entered: `[L, D]`. keys, values: `[L, Hkv, D]`, of the layer before. last: position of the prompt's last token.
-    number: of the cut. keep: how many tokens stay. stays: which do; for cuts that are not looked at.
+    places: its positions that reach the cut. text: positions of the text after it. before, behind: attention `[H, L,
+    L]` of the layers before and after the cut. hidden, previous: `[L, D]`, inputs of the layer after and before it.
+    entered: `[L, D]`, input of the decoder. keys, values: `[L, Hkv, D]` of the layer before. last: position of the
+    prompt's last token. number: index of the cut. keep: number of kept tokens. all_places: positions of all its tokens.
+    stays: positions of the kept tokens, for cuts that are not checked.
     """
 
     places: list[int]
@@ -103,60 +105,61 @@ def check_in_model(
     method: Any, naive: Callable[[Arrived], list[int]], build: Any, keep: float = 0.3, name: str = "llava",
     images: tuple[int, ...] = (2, 1), **options: Any,
 ) -> list[Any]:  # fmt: skip
-    """Every cut of a patched run keeps what `naive` chooses; returns the cuts."""
+    """Check that every cut of a patched run keeps the tokens that `naive` chooses. Return the cuts."""
     family = FAMILIES[name]
     model, inputs = build(family, "eager"), family.make_inputs(images=images)
-    length, real = inputs["input_ids"].shape[1], inputs["attention_mask"].bool()
+    length, valid = inputs["input_ids"].shape[1], inputs["attention_mask"].bool()
     with tokenprune.patched(model, method, keep=keep, record=True, **options):
         model(**inputs)
         cuts = tokenprune.stats(model).cuts
     visual = family.visual_mask(model, inputs)
-    for number, cut in enumerate(cuts):
-        with reduced(family, model, cuts[:number], length):
+    for cut_index, cut in enumerate(cuts):
+        with reduced(family, model, cuts[:cut_index], length):
             out = model(**inputs, output_attentions=True, output_hidden_states=True)
         before = out.past_key_values.layers[cut.layer - 1]
         keys, values = before.keys.transpose(1, 2), before.values.transpose(1, 2)
-        alive = survivors(cuts[number - 1], length) if number else real
+        alive = survivors(cuts[cut_index - 1], length) if cut_index else valid
         for row, images_of_row in enumerate(pieces(family, inputs)):
-            for places in images_of_row:
-                left = [place for place in places if alive[row, place]]
-                stays = [place for place in cut.kept[row] if place in set(left)]
-                behind = [i for i in range(max(places) + 1, length) if real[row, i] and not visual[row, i]]
+            for positions in images_of_row:
+                arrived_positions = [position for position in positions if alive[row, position]]
+                stays = [position for position in cut.kept[row] if position in set(arrived_positions)]
+                text = [i for i in range(max(positions) + 1, length) if valid[row, i] and not visual[row, i]]
                 arrived = Arrived(
-                    left, behind, out.attentions[cut.layer - 1][row], out.attentions[cut.layer][row],
+                    arrived_positions, text, out.attentions[cut.layer - 1][row], out.attentions[cut.layer][row],
                     out.hidden_states[cut.layer][row], out.hidden_states[cut.layer - 1][row], out.hidden_states[0][row],
-                    int(real[row].nonzero().max()), number, len(stays), places, keys[row], values[row], stays,
+                    int(valid[row].nonzero().max()), cut_index, len(stays), positions, keys[row], values[row], stays,
                 )  # fmt: skip
                 assert sorted(naive(arrived)) == stays
     return cuts
 
 
 def check_ties(method: Any, naive: Callable[[VisualTokens, int], list[list[int]]], stages: int | None = None) -> None:
-    """The first stages of a configured method, by default all, keep what `naive` says of made-up tokens, of which many
-    are equal."""
+    """Check the first stages of a configured method (None for all) against `naive`, on made-up tokens with many
+    ties."""
     for seed, counts in enumerate(COUNTS):
         for share in SHARES:
             for levels, dtype in ((4, torch.float32), (None, torch.float32), (None, torch.bfloat16)):
                 carry: dict[str, Any] = {}
-                for number, (stage, _) in enumerate(method.stages(tokenprune.Budget(keep=0.5), 32)[:stages]):
+                for index, (stage, _) in enumerate(method.stages(tokenprune.Budget(keep=0.5), 32)[:stages]):
                     keep = wanted(counts, share)
                     tokens = view(counts, keep, stage.needs, seed=seed, levels=levels, dtype=dtype, carry=carry)
                     selection = stage.select(tokens)
                     carry = dict(tokens.carry)
                     assert isinstance(selection, Selection)
-                    assert rows(selection.keep) == naive(tokens, number), (counts, share, levels, dtype, number)
+                    assert rows(selection.keep) == naive(tokens, index), (counts, share, levels, dtype, index)
 
 
-def naive_centres(x: Tensor, number: int, neighbours: int) -> list[int]:
-    """Peaks of density, by so many nearest tokens, each its own nearest; of equals the first."""
-    count = len(x)
+def naive_centres(x: Tensor, count: int, neighbours: int) -> list[int]:
+    """Return density peaks. Density is computed from the nearest `neighbours` tokens, including the token; the first of
+    equals wins."""
+    num_tokens = len(x)
     points = x.double()
-    distance = [[float((points[i] - points[j]).norm()) / x.shape[1] ** 0.5 for j in range(count)]
-                for i in range(count)]  # fmt: skip
-    dense = [-sum(d * d for d in sorted(row)[:neighbours]) / min(neighbours, count) for row in distance]
+    distance = [[float((points[i] - points[j]).norm()) / x.shape[1] ** 0.5 for j in range(num_tokens)]
+                for i in range(num_tokens)]  # fmt: skip
+    dense = [-sum(d * d for d in sorted(row)[:neighbours]) / min(neighbours, num_tokens) for row in distance]
     peak = []
-    for i in range(count):
-        denser = [distance[i][j] for j in range(count) if (dense[j], -j) > (dense[i], -i)]
+    for i in range(num_tokens):
+        denser = [distance[i][j] for j in range(num_tokens) if (dense[j], -j) > (dense[i], -i)]
         peak.append(min(denser) if denser else max(distance[i]))
-    score = [math.exp(dense[i]) * peak[i] for i in range(count)]
-    return sorted(range(count), key=lambda i: (-score[i], i))[:number]
+    score = [math.exp(dense[i]) * peak[i] for i in range(num_tokens)]
+    return sorted(range(num_tokens), key=lambda i: (-score[i], i))[:count]

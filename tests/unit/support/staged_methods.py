@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of several stages, made for tests."""
+"""Methods of several stages for tests."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ BATCHES: dict[str, dict[str, Any]] = {
     "text beside": {"images": (0, 2)},
 }
 
-# One axis of positions, three, layers that add features to visual tokens, masks made by the model, a state in place of
-# keys, sliding windows and inputs for each layer.
+# These include position ids with one and three axes, layers that add features to visual tokens, masks built by the
+# model, recurrent layers, sliding windows, and inputs for each layer.
 MANY = FAMILIES | SPECIAL
 
 KINDS = ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma3n", "llama4", "lfm2_vl"]
@@ -37,7 +37,7 @@ KINDS = ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma3n", "llama4", "lfm2
 
 @dataclass(frozen=True)
 class Stage(Pruner):
-    """Keeps what `choose` makes of the tokens that reach `layer`."""
+    """Keeps the tokens that `choose` returns at `layer`."""
 
     name: ClassVar[str] = "staged"
     site: ClassVar[Site] = Site.IN_LLM
@@ -57,7 +57,7 @@ class ByContent(Stage):
 
 @dataclass(frozen=True)
 class Staged(Pruner):
-    """Consists of stages, which all get `budget`, or what `budgets` say."""
+    """Consists of stages, which all get `budget`, or the entries of `budgets`."""
 
     name: ClassVar[str] = "staged"
     site: ClassVar[Site] = Site.IN_LLM
@@ -76,34 +76,34 @@ class Staged(Pruner):
 def check(
     family: Family, model: Any, method: Any, inputs: Any, keep: Any = 0.5, steps: int = 3, **options: Any
 ) -> list:
-    """A patched run computes what the unpatched model does with masks; returns its cuts."""
+    """Check that a patched run equals the unpatched model with masks. Return the cuts."""
     length = inputs["input_ids"].shape[1]
     if family.name in STATEFUL and not inputs["attention_mask"][:, -1].all():
         pytest.skip("a state takes in padding behind a prompt before the answer, patched or not")
     with tokenprune.patched(model, method, keep=keep, record=True, **options):
         logits = model(**inputs).logits
         cuts = tokenprune.stats(model).cuts
-        got, tokens, _ = generate_logits(model, inputs, steps)
+        step_logits, tokens, _ = generate_logits(model, inputs, steps)
         assert [cut.kept for cut in tokenprune.stats(model).cuts] == [cut.kept for cut in cuts]
     with hide_dropped(family, model, cuts, length):
-        want = model(**inputs).logits
-        wanted, _, _ = generate_logits(model, inputs, steps, tokens=tokens)
+        expected = model(**inputs).logits
+        expected_steps, _, _ = generate_logits(model, inputs, steps, tokens=tokens)
     alive = survivors(cuts[-1], length) if cuts else inputs["attention_mask"].bool()
-    close(logits[alive], want[alive])
-    read = inputs["attention_mask"][:, -1].bool()
-    close(got[read], wanted[read])
-    close(got[:, 1:], wanted[:, 1:])
+    close(logits[alive], expected[alive])
+    ends_with_text = inputs["attention_mask"][:, -1].bool()
+    close(step_logits[ends_with_text], expected_steps[ends_with_text])
+    close(step_logits[:, 1:], expected_steps[:, 1:])
     return cuts
 
 
 def visual_left(family: Family, model: Any, inputs: Any, cut: Any) -> list[int]:
-    """Visual tokens of each row that survive a cut."""
+    """Return the number of visual tokens of each row that survive a cut."""
     visual = family.visual_mask(model, inputs)
     return (survivors(cut, visual.shape[1]) & visual).sum(1).tolist()
 
 
-def every(number: int, offset: int = 0) -> Choose:
-    return lambda tokens: (torch.arange(tokens.mask.shape[1]) % number == offset).expand_as(tokens.mask)
+def every(step: int, offset: int = 0) -> Choose:
+    return lambda tokens: (torch.arange(tokens.mask.shape[1]) % step == offset).expand_as(tokens.mask)
 
 
 kind = pytest.mark.parametrize("family", [MANY[name] for name in KINDS], ids=KINDS)

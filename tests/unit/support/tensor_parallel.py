@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_tensor_parallel.py in each of two processes: a model of which each has half, against the whole model."""
+"""Worker of test_tensor_parallel.py, in each of two processes: compare a model split in halves with the unsplit
+model."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import tokenprune
 from oracle import close
 from zoo import FAMILIES
 
-# What is asked of the ranks together: nothing, attention of heads, keys of heads.
+# Methods whose observables only use the rank's own tensors, attention of all heads, or keys of all heads.
 METHODS = {"llava": ("divprune", "vscan", "dyrate"), "qwen2_5_vl": ("dart",), "gemma3": ("fastv",)}
 
 
@@ -24,23 +25,23 @@ def main(folder: Path) -> None:
     rank = distributed.get_rank()
     for name, methods in METHODS.items():
         family = FAMILIES[name]
-        whole, inputs = family.build(), family.make_inputs(images=(2, 1))
+        unsplit, inputs = family.build(), family.make_inputs(images=(2, 1))
         if rank == 0:
-            whole.save_pretrained(folder / name)
+            unsplit.save_pretrained(folder / name)
         distributed.barrier()
-        shared = AutoModelForImageTextToText.from_pretrained(folder / name, tp_plan="auto").eval()
-        shared.generation_config = whole.generation_config
+        split = AutoModelForImageTextToText.from_pretrained(folder / name, tp_plan="auto").eval()
+        split.generation_config = unsplit.generation_config
         for method in methods:
-            seen = []
-            for model in (whole, shared):
+            results = []
+            for model in (unsplit, split):
                 with torch.no_grad(), tokenprune.patched(model, method, keep=0.3, record=True):
                     logits = model(**inputs).logits[:, -4:]
                     kept = [cut.kept for cut in tokenprune.stats(model).cuts]
-                    seen.append((logits, kept, model.generate(**inputs, max_new_tokens=2)))
-            (want, wanted, text), (got, kept, said) = seen
-            if kept != wanted or not torch.equal(text, said):
-                raise AssertionError(f"{name}, {method}: rank {rank} keeps or says something else")
-            close(got, want)
+                    results.append((logits, kept, model.generate(**inputs, max_new_tokens=2)))
+            (expected_logits, expected_kept, expected_text), (actual_logits, kept, actual_text) = results
+            if kept != expected_kept or not torch.equal(expected_text, actual_text):
+                raise AssertionError(f"{name}, {method}: rank {rank} differs in kept tokens or text")
+            close(actual_logits, expected_logits)
         print(f"rank {rank}: {name} agrees", flush=True)
     distributed.destroy_process_group()
 

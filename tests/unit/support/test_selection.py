@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of tests: pairs of values are held, the tables name what there is."""
+"""Test the choice of test variants: pairs of values are covered, and tables name existing tests."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ def pairs(variant: dict) -> set:
 
 
 def test_covering_holds_every_pair_that_any_variant_holds() -> None:
-    whole = [dict(zip("abc", values, strict=True)) for values in product(range(4), range(5), range(3))]
-    refused = [variant for variant in whole if (variant["a"], variant["b"]) != (1, 2)]
-    for variants in (whole, refused):
-        held = [variants[index] for index in covering(variants)]
-        assert set().union(*map(pairs, held)) == set().union(*map(pairs, variants))
-        assert len(held) < len(variants) / 2
+    every = [dict(zip("abc", values, strict=True)) for values in product(range(4), range(5), range(3))]
+    refused = [variant for variant in every if (variant["a"], variant["b"]) != (1, 2)]
+    for variants in (every, refused):
+        covered = [variants[index] for index in covering(variants)]
+        assert set().union(*map(pairs, covered)) == set().union(*map(pairs, variants))
+        assert len(covered) < len(variants) / 2
 
 
-def test_covering_keeps_what_has_nothing_to_pair() -> None:
+def test_covering_keeps_variants_without_pairs() -> None:
     assert covering([{"a": 1}, {"a": 2}]) == [0, 1]
     assert covering([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 2, "b": 1}]) == [0, 1, 2]
 
 
 def test_a_fast_test_holds_each_value_once() -> None:
-    whole = [*items("one", a=list(range(4)), b=list(range(5)), family=["llava", "smolvlm"]), Item(nodeid="two")]
-    fast = [item.callspec.params for item in fast_of(whole) if item.nodeid != "two"]
-    assert len(fast) == 5 and len(fast_of(whole)) == 6
-    assert {one["a"] for one in fast} == set(range(4)) and {one["b"] for one in fast} == set(range(5))
-    assert {one["family"] for one in fast} == {"llava"}
+    tests = [*items("one", a=list(range(4)), b=list(range(5)), family=["llava", "smolvlm"]), Item(nodeid="two")]
+    fast = [item.callspec.params for item in fast_of(tests) if item.nodeid != "two"]
+    assert len(fast) == 5 and len(fast_of(tests)) == 6
+    assert {params["a"] for params in fast} == set(range(4)) and {params["b"] for params in fast} == set(range(5))
+    assert {params["family"] for params in fast} == {"llava"}
 
 
 class Item(SimpleNamespace):
-    """What the choice looks at of a test."""
+    """The attributes of a test that the selection reads."""
 
     __hash__ = object.__hash__
     marked = False
@@ -69,102 +69,110 @@ class Item(SimpleNamespace):
 
 def items(test: str, **values: list) -> list[Item]:
     variants = [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
-    return [Item(nodeid=f"{test}[{'-'.join(map(str, one.values()))}]", callspec=Item(params=one)) for one in variants]
+    return [
+        Item(nodeid=f"{test}[{'-'.join(map(str, params.values()))}]", callspec=Item(params=params))
+        for params in variants
+    ]
 
 
 SOME = ["llava", "qwen2_5_vl", "gemma3", "smolvlm"]
 
 
 def left_of(*tests: list[Item]) -> dict[str, set[str]]:
-    """The families that each test is run on for each method, as "test method"."""
+    """Return the families that remain for each method of each test, keyed by "test method"."""
     every = [item for test in tests for item in test]
-    left = list(every)
-    gone = leave_out_families(left)
-    assert len(gone) == len(set(gone)) == len(every) - len(left) and not {*gone} & {*left}
-    found = defaultdict(set)
-    for item in left:
+    kept = list(every)
+    removed = leave_out_families(kept)
+    assert len(removed) == len(set(removed)) == len(every) - len(kept) and not {*removed} & {*kept}
+    families = defaultdict(set)
+    for item in kept:
         test, params = item.nodeid.partition("[")[0], item.callspec.params
-        found[f"{test} {params['method']}"].add(params.get("family", "none"))
-    return found
+        families[f"{test} {params['method']}"].add(params.get("family", "none"))
+    return families
 
 
 def test_one_method_of_each_site_runs_on_every_family() -> None:
-    found = left_of(items("one", method=["uniform", "random", "divprune", "pool", "dart", "fastv"], family=SOME))
-    assert found["one divprune"] == found["one dart"] == set(SOME)
+    families = left_of(items("one", method=["uniform", "random", "divprune", "pool", "dart", "fastv"], family=SOME))
+    assert families["one divprune"] == families["one dart"] == set(SOME)
     assert kind_of("random") == kind_of("uniform") == kind_of("divprune") != kind_of("pool")
-    assert all(len(found[f"one {name}"]) == 1 for name in ("uniform", "random", "pool", "fastv"))
+    assert all(len(families[f"one {name}"]) == 1 for name in ("uniform", "random", "pool", "fastv"))
 
 
-def test_of_a_test_by_kind_the_first_of_each_runs_on_three_families() -> None:
-    whole = items("one", method=["uniform", "random", "divprune", "pool"], family=SOME)
-    for item in whole:
+def test_in_tests_marked_each_kind_the_first_method_of_each_kind_runs_on_three_families() -> None:
+    tests = items("one", method=["uniform", "random", "divprune", "pool"], family=SOME)
+    for item in tests:
         item.marked = True
-    found = left_of(whole)
-    assert found["one divprune"] == set(SOME)
-    assert found["one pool"] == {"llava", "qwen2_5_vl"}
-    assert all(len(found[f"one {name}"]) == 1 for name in ("uniform", "random"))
+    families = left_of(tests)
+    assert families["one divprune"] == set(SOME)
+    assert families["one pool"] == {"llava", "qwen2_5_vl"}
+    assert all(len(families[f"one {name}"]) == 1 for name in ("uniform", "random"))
 
 
-def test_without_these_the_first_runs_on_every_family() -> None:
+def test_without_fast_methods_the_first_method_runs_on_every_family() -> None:
     methods = ["uniform", "random"]
-    found = left_of(items("one", method=methods, family=SOME), items("other", method=methods))
-    assert found["one random"] == set(SOME) and len(found["one uniform"]) == 1
-    assert found["other random"] == found["other uniform"] == {"none"}
+    families = left_of(items("one", method=methods, family=SOME), items("other", method=methods))
+    assert families["one random"] == set(SOME) and len(families["one uniform"]) == 1
+    assert families["other random"] == families["other uniform"] == {"none"}
 
 
-def test_a_method_changes_families_from_test_to_test() -> None:
-    found = left_of(*(items(f"test{n}", method=["divprune", "uniform"], family=SOME) for n in range(20)))
-    assert set().union(*(found[f"test{n} uniform"] for n in range(20))) == {"llava", "qwen2_5_vl"}
-    assert found == left_of(*(items(f"test{n}", method=["divprune", "uniform"], family=SOME) for n in range(20)))
+def test_a_reduced_method_runs_on_other_families_in_other_tests() -> None:
+    families = left_of(*(items(f"test{n}", method=["divprune", "uniform"], family=SOME) for n in range(20)))
+    assert set().union(*(families[f"test{n} uniform"] for n in range(20))) == {"llava", "qwen2_5_vl"}
+    assert families == left_of(*(items(f"test{n}", method=["divprune", "uniform"], family=SOME) for n in range(20)))
 
 
 def test_a_method_that_is_not_the_first_of_its_kind_runs_one_variant() -> None:
-    """Other values in another test; the methods of each kind that run on every family run all of them."""
+    """Values differ between tests. Methods that run on every family run all variants."""
     tests = [items(f"test{n}", method=["divprune", "uniform"], family=SOME, batch=[1, 2, 3]) for n in range(20)]
-    left = [item for test in tests for item in test]
-    leave_out_families(left)
-    lone = [item.callspec.params for item in left if item.callspec.params["method"] == "uniform"]
-    assert len(lone) == 20 and len(left) == 20 * (len(SOME) * 3 + 1)
-    assert {(one["family"], one["batch"]) for one in lone} == set(product(["llava", "qwen2_5_vl"], [1, 2, 3]))
+    kept = [item for test in tests for item in test]
+    leave_out_families(kept)
+    reduced = [item.callspec.params for item in kept if item.callspec.params["method"] == "uniform"]
+    assert len(reduced) == 20 and len(kept) == 20 * (len(SOME) * 3 + 1)
+    assert {(params["family"], params["batch"]) for params in reduced} == set(
+        product(["llava", "qwen2_5_vl"], [1, 2, 3])
+    )
 
 
-def test_a_method_of_videos_runs_where_there_are_some() -> None:
-    found = left_of(items("one", method=["evs", "frames", "stc", "kitoke", "vidcom2"], family=["llava", "qwen2_5_vl"]))
-    assert all("llava" not in on for name, on in found.items() if name != "one evs")  # the first stays on all
+def test_a_video_method_runs_on_families_with_videos() -> None:
+    families = left_of(
+        items("one", method=["evs", "frames", "stc", "kitoke", "vidcom2"], family=["llava", "qwen2_5_vl"])
+    )
+    # The first method, evs, runs on all families.
+    assert all("llava" not in run_on for name, run_on in families.items() if name != "one evs")
 
 
-def test_what_is_thorough_is_left_out() -> None:
-    one, other = items("one", a=[1, 2])
-    other.marked = True
-    left = [one, other]
-    assert leave_out_thorough(left) == [other] and left == [one]
+def test_thorough_tests_are_left_out() -> None:
+    quick, thorough = items("one", a=[1, 2])
+    thorough.marked = True
+    kept = [quick, thorough]
+    assert leave_out_thorough(kept) == [thorough] and kept == [quick]
 
 
 def test_the_first_values_run_on_every_family() -> None:
-    every = items("one", family=[zoo.FAMILIES[name] for name in SOME], batch=[{"images": 1}, {"images": 2}])
-    for item in every:
+    tests = items("one", family=[zoo.FAMILIES[name] for name in SOME], batch=[{"images": 1}, {"images": 2}])
+    for item in tests:
         item.marked = True
-    gone = leave_out_values(every + items("not marked", family=SOME, batch=[1, 2]))
-    found = [(item.callspec.params["family"].name, item.callspec.params["batch"]) for item in gone]
-    assert sorted(found, key=str) == [("gemma3", {"images": 2}), ("smolvlm", {"images": 2})]
+    removed = leave_out_values(tests + items("not marked", family=SOME, batch=[1, 2]))
+    variants = [(item.callspec.params["family"].name, item.callspec.params["batch"]) for item in removed]
+    assert sorted(variants, key=str) == [("gemma3", {"images": 2}), ("smolvlm", {"images": 2})]
 
 
-def test_tables_name_what_there_is() -> None:
+def test_tables_name_existing_entries() -> None:
     assert FAST_FAMILIES.keys() <= FAMILIES.keys()
     assert FEW_FAMILIES.keys() <= zoo.FAMILIES.keys()
     assert FAST_METHODS.keys() <= set(tokenprune.available_methods())
-    for place in SLOW:
-        path, _, name = place.partition("::")
-        assert f"def {name}" in (TESTS / path).read_text(), place
+    for entry in SLOW:
+        path, _, name = entry.partition("::")
+        assert f"def {name}" in (TESTS / path).read_text(), entry
 
 
 def test_all_values_that_fail_are_named() -> None:
-    seen = []
+    calls = []
 
     @each("number", range(6))
     @each(("word", "length"), [("ab", 2), ("a", 3)])
     def check(fixture: str, number: int, word: str, length: int) -> None:
-        seen.append((fixture, number, word))
+        calls.append((fixture, number, word))
         if number == 4:
             pytest.skip("no fours")
         if number == 5:
@@ -175,13 +183,13 @@ def test_all_values_that_fail_are_named() -> None:
     assert list(inspect.signature(check).parameters) == ["fixture"]
     with pytest.raises(pytest.fail.Exception) as caught:
         check(fixture="x")
-    assert seen == [("x", number, word) for number in range(6) for word in ("ab", "a")]
-    said = str(caught.value)
-    assert "3 of 6 values fail" in said and "number=5" in said and "DID NOT RAISE" in said
-    assert said.count("word='a', length=3") == 3 and "number=1" not in said
+    assert calls == [("x", number, word) for number in range(6) for word in ("ab", "a")]
+    message = str(caught.value)
+    assert "3 of 6 values fail" in message and "number=5" in message and "DID NOT RAISE" in message
+    assert message.count("word='a', length=3") == 3 and "number=1" not in message
 
 
-def test_a_test_of_no_values_that_run_is_skipped() -> None:
+def test_a_test_whose_values_all_skip_is_skipped() -> None:
     @each("number", range(2))
     def check(number: int) -> None:
         pytest.skip(f"no {number}")

@@ -16,11 +16,11 @@ from merging_models import layers_of, tower_of
 from oracle import close
 from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.integrations.hf.sequence.record import get_record
-from tower_attention import attending_by
+from tower_attention import use_attention
 from tower_features import encode
 from zoo import FAMILIES
 
-# A class token and a token per patch; neither; both and squares; squares.
+# Towers with a class token; with neither class token nor units; with both; and with units only.
 NAMES = ("llava", "paligemma", "internvl", "gemma3", "smolvlm")
 
 
@@ -40,24 +40,24 @@ def squares(model: Any, patches: int) -> list[list[int]]:
 
 
 @contextmanager
-def masked(model: Any, seen: Tensor, first: int, real: Tensor | None = None) -> Iterator[None]:
+def masked(model: Any, visible: Tensor, first: int, visible_before: Tensor | None = None) -> Iterator[None]:
     """Mask tokens in the tower within the context.
 
     Args:
-        seen: Mask of the visible tokens from the block at `first` on, shape (tiles, tokens), bool.
-        real: Mask of the visible tokens before that block. None for all tokens.
+        visible: Mask of the visible tokens from the block at `first` on, shape (tiles, tokens), bool.
+        visible_before: Mask of the visible tokens before that block. None for all tokens.
     """
-    real = torch.ones_like(seen) if real is None else real
+    visible_before = torch.ones_like(visible) if visible_before is None else visible_before
     before = {id(module) for block in layers_of(tower_of(model))[:first] for module in block.modules()}
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        allowed = (real if id(module) in before else seen)[:, None, None]
+        allowed = (visible_before if id(module) in before else visible)[:, None, None]
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         logits = (query @ key.transpose(2, 3) * scale).masked_fill(~allowed, -torch.inf)
         return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
     configs = {id(m.config): m.config for m in tower_of(model).modules() if hasattr(m, "config")}.values()
-    with attending_by(attention, configs):
+    with use_attention(attention, configs):
         yield
 
 
@@ -76,6 +76,8 @@ def check_kept_tiles(
     visible = torch.ones(len(kept), num_tokens, dtype=torch.bool)
     visible[:, num_tokens % 2 + torch.tensor(units).flatten()] = kept.repeat_interleave(len(units[0]), dim=1)
     with masked(model, visible, first):
-        want = encode(model, inputs)["image"]
-    mine, theirs = (torch.cat(list(x.pooler_output)).flatten(0, -2).view(*kept.shape, -1) for x in (output, want))
-    close(mine[kept], theirs[kept])
+        expected = encode(model, inputs)["image"]
+    actual_features, expected_features = (
+        torch.cat(list(x.pooler_output)).flatten(0, -2).view(*kept.shape, -1) for x in (output, expected)
+    )
+    close(actual_features[kept], expected_features[kept])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Qwen2.5-VL with a real processor, as a folder that `--model` takes. Its answers mean nothing."""
+"""A tiny random Qwen2.5-VL with a complete processor, saved as a folder for `--model`. Its answers are meaningless."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 def write_tiny_video_model(folder: Path, patch: int = 28) -> Path:
-    """Write the model; a token is twice `patch` pixels wide, and two frames deep."""
+    """Write the model. A token covers 2 x 2 patches of `patch` pixels in two frames."""
     tokenizer = special_tokenizer(
         image_token="<|image_pad|>", video_token="<|video_pad|>", start="<|vision_start|>", end="<|vision_end|>"
     )

@@ -15,27 +15,25 @@ from tokenprune import Pruner, Selection, Site
 
 
 @contextmanager
-def attending_by(attention: Callable[..., Any], configs: Iterable[Any]) -> Iterator[None]:
-    """Make modules of these configs use `attention` within this context."""
-    name, was = "made_up_attention", [(config, config._attn_implementation) for config in configs]
+def use_attention(attention: Callable[..., Any], configs: Iterable[Any]) -> Iterator[None]:
+    """Make modules with these configs use `attention` within this context."""
+    name, saved = "made_up_attention", [(config, config._attn_implementation) for config in configs]
     ALL_ATTENTION_FUNCTIONS.register(name, attention)
-    for config, _ in was:
+    for config, _ in saved:
         config._attn_implementation = name
     try:
         yield
     finally:
-        for config, before in was:
-            config._attn_implementation = before
+        for config, implementation in saved:
+            config._attn_implementation = implementation
 
 
 def make_seer(layers: tuple = (0.25, -1), site: str = "PRE_LLM") -> tuple[Any, list]:
-    """Return a method that keeps the tokens attended to by the tower, and records its inputs."""
-    seen: list[Any] = []
+    """Return a method that keeps the tokens with the most tower attention, and the list of its recorded inputs."""
+    records: list[Any] = []
 
     @dataclass(frozen=True)
     class Seer(Pruner):
-        """Keep the tokens with the most attention in the tower."""
-
         layer: int = 1
 
         @property
@@ -44,8 +42,8 @@ def make_seer(layers: tuple = (0.25, -1), site: str = "PRE_LLM") -> tuple[Any, l
 
         def select(self, tokens: Any) -> Selection:
             maps = {layer: tokens.encoder_attention(layer) for layer in layers}
-            seen.append(SimpleNamespace(maps=maps, patches=tokens.patches, segments=tokens.segments))
+            records.append(SimpleNamespace(maps=maps, patches=tokens.patches, segments=tokens.segments))
             return Selection.top(maps[layers[-1]].mean(1), tokens)
 
     Seer.name, Seer.site, Seer.needs = "seer", Site(site), frozenset({"encoder_attention"})
-    return Seer(), seen
+    return Seer(), records

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of patched towers in unpatched models, which are the reference for the decoder."""
+"""Use the features of patched towers in unpatched models, as the reference for the decoder."""
 
 from __future__ import annotations
 
@@ -92,5 +92,5 @@ def check_decoder(family: Family, model: Any, inputs: Any, run: PatchedRun, orac
             close(run.logits[alive], model(**inputs).logits[alive])
         if run.step_logits is not None:
             with oracle(family, model, run.step_cuts, length):
-                want, _, _ = generate_logits(model, inputs, run.step_logits.shape[1], tokens=run.tokens)
-            close(run.step_logits, want)
+                expected, _, _ = generate_logits(model, inputs, run.step_logits.shape[1], tokens=run.tokens)
+            close(run.step_logits, expected)

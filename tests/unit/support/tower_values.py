@@ -26,9 +26,9 @@ def tower_of(model: Any) -> Any:
 def projector_of(model: Any) -> Any:
     base = model.model
     return next(
-        getattr(at, name)
-        for at, name in ((base, "multi_modal_projector"), (base, "connector"), (getattr(base, "visual", 0), "merger"))
-        if hasattr(at, name)
+        getattr(root, name)
+        for root, name in ((base, "multi_modal_projector"), (base, "connector"), (getattr(base, "visual", 0), "merger"))
+        if hasattr(root, name)
     )
 
 
@@ -39,8 +39,8 @@ def attentions_of(model: Any) -> list[Any]:
     return [next(getattr(b, n) for n in ("self_attn", "attn", "attention") if hasattr(b, n)) for b in blocks]
 
 
-def made_of(family: Family, model: Any, projected: list[Tensor]) -> Any:
-    """Yield (feature, cell, indices of its patches in the order of the tower) of all possible tokens."""
+def list_candidates(family: Family, model: Any, projected: list[Tensor]) -> Any:
+    """Yield (feature, cell, patch indices in the order of the tower) of all possible tokens."""
     start = tile = 0
     for features in projected:
         if features.ndim == 2:  # four consecutive patches per token
@@ -55,19 +55,19 @@ def made_of(family: Family, model: Any, projected: list[Tensor]) -> Any:
             grid = math.isqrt(len(vectors))
             times = side // grid
             for i, vector in enumerate(vectors):
-                own = patches_at(i // grid, i % grid, times, side, start)
-                yield vector, [tile, i // grid, i % grid, grid, grid, times**2], own
-            if family.video and grid == side:  # pairs of frames of a video are averaged
+                patch_indices = get_patch_indices(i // grid, i % grid, times, side, start)
+                yield vector, [tile, i // grid, i % grid, grid, grid, times**2], patch_indices
+            if family.video and grid == side:  # video models average 2 x 2 patches
                 half, square = grid // 2, vectors.view(grid // 2, 2, grid // 2, 2, -1).mean((1, 3))
                 for row in range(half):
                     for column in range(half):
-                        own = patches_at(row, column, 2, side, start)
-                        yield square[row, column], [tile, row, column, half, half, 4], own
+                        patch_indices = get_patch_indices(row, column, 2, side, start)
+                        yield square[row, column], [tile, row, column, half, half, 4], patch_indices
             start += side * side
             tile += 1
 
 
-def patches_at(row: int, column: int, times: int, side: int, start: int) -> list[int]:
+def get_patch_indices(row: int, column: int, times: int, side: int, start: int) -> list[int]:
     return [
         start + (row * times + down) * side + column * times + right for down in range(times) for right in range(times)
     ]
@@ -94,12 +94,12 @@ class TowerRun:
 
     def average(self, values: Tensor) -> Tensor:
         """Return the mean over the patches of each visual token, 0 for newlines. values: shape (patches, channels)."""
-        return torch.stack([values[0] * 0 if own is None else values[own].mean(0) for own in self.patches])
+        return torch.stack([values[0] * 0 if indices is None else values[indices].mean(0) for indices in self.patches])
 
 
 @torch.no_grad()
 def run_tower(family: Family, model: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch) -> TowerRun:
-    """Run the model. The patches of a token are found by comparing the decoder's embeddings with projected patches."""
+    """Run the model. Find the patches of each token by comparing the decoder's embeddings with projected patches."""
     attentions = attentions_of(model)
     blocks = {id(attention): index for index, attention in enumerate(attentions)}
     calls: list[list[Any]] = [[] for _ in attentions]
@@ -121,7 +121,7 @@ def run_tower(family: Family, model: Any, inputs: Any, monkeypatch: pytest.Monke
     ):
         patch.setattr(module, "eager_attention_forward", record)
         model(**inputs)
-    candidates = list(made_of(family, model, projected))
+    candidates = list(list_candidates(family, model, projected))
     vectors = torch.stack([vector for vector, _, _ in candidates])
     visual = embeds[0][family.visual_mask(model, inputs)]
     distance, nearest = torch.cdist(visual, vectors, compute_mode="donot_use_mm_for_euclid_dist").min(1)

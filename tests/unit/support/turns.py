@@ -21,7 +21,7 @@ def words(batch: int, count: int, seed: int = 0) -> Tensor:
 
 
 def longer(inputs: Any, family: Family, sequences: Tensor, more: Tensor) -> dict[str, Tensor]:
-    """Return the arguments of the next turn of a chat: all of the text, and no images."""
+    """Return the arguments of the next turn of a chat: the text so far, without images."""
     ids = torch.cat([sequences, more], 1)
     new = ids.shape[1] - inputs["input_ids"].shape[1]
     turn = {"input_ids": ids, "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, new), value=1)}
@@ -33,7 +33,7 @@ def longer(inputs: Any, family: Family, sequences: Tensor, more: Tensor) -> dict
 def check_turns(
     family: Family, model: Any, inputs: Any, method: Any, keep: Any = 0.4, steps: tuple[int, ...] = (2, 2), **later: Any
 ) -> Stats:
-    """Check the logits of several turns of text on one cache; return the statistics of the first.
+    """Check the logits of several turns of text on one cache, and return the statistics of the first turn.
 
     steps: new tokens of each turn. later: arguments of later turns.
     """
@@ -42,17 +42,17 @@ def check_turns(
     def talk(forced: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         logits, written, call, cache = [], [], inputs, {}
         for count, tokens in zip(steps, forced, strict=True):
-            said, new, output = generate_logits(model, call, count, tokens=tokens, **cache)
-            logits.append(said), written.append(new)
+            step_logits, new, output = generate_logits(model, call, count, tokens=tokens, **cache)
+            logits.append(step_logits), written.append(new)
             call = longer(inputs, family, output.sequences, more) | later
             cache = {"past_key_values": output.past_key_values}
         return logits, written
 
     with tokenprune.patched(model, method, keep=keep, record=True):
-        got, tokens = talk([None] * len(steps))
+        actual, tokens = talk([None] * len(steps))
         stats = tokenprune.stats(model)
     with hide_dropped(family, model, stats.cuts, inputs["input_ids"].shape[1]):
-        want, _ = talk(tokens)
-    for ours, theirs in zip(got, want, strict=True):
-        close(ours, theirs)
+        expected, _ = talk(tokens)
+    for actual_logits, expected_logits in zip(actual, expected, strict=True):
+        close(actual_logits, expected_logits)
     return stats

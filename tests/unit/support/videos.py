@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up videos for tests of methods that compare frames: a still background, and a part that moves."""
+"""Made-up videos for methods that compare frames: a still background and a moving object."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ WIDTH = 12
 
 
 def moving(frames: int, height: int, width: int, seed: int = 0, noise: float = 0.02, cut: int | None = None) -> Tensor:
-    """float32 `[frames, height * width, WIDTH]`: a background that stands still but for noise, a thing of one column
-    that moves over it, and other scenery from frame `cut` on."""
+    """Return a float32 video `[frames, height * width, WIDTH]`: a still background with noise, an object of one column
+    that moves over it, and another background from frame `cut` on."""
     g = torch.Generator().manual_seed(seed)
     ground = torch.randn(2, height * width, WIDTH, generator=g)
-    thing = torch.randn(height, WIDTH, generator=g) * 2
+    moving_object = torch.randn(height, WIDTH, generator=g) * 2
     video = torch.stack([ground[int(cut is not None and frame >= cut)] for frame in range(frames)])
     video = video + noise * torch.randn(video.shape, generator=g)
     for frame in range(frames):
-        video[frame, torch.arange(height) * width + frame % width] += thing
+        video[frame, torch.arange(height) * width + frame % width] += moving_object
     return video
 
 
 def attention_of(video: Tensor, seed: int = 0) -> Tensor:
-    """float32 `[frames, places]`, each frame's sum is 1."""
+    """Return float32 attention `[frames, patches]`. Each frame sums to 1."""
     g = torch.Generator().manual_seed(1000 + seed)
     return torch.rand(video.shape[:2], generator=g).softmax(1)
 
@@ -41,26 +41,27 @@ def given(
     videos: list[Tensor], keep: list[int], grids: list[tuple[int, int]], newline: bool = False, dtype: Any = None,
     attention: list[Tensor] | None = None, **more: Any,
 ) -> VisualTokens:  # fmt: skip
-    """The view of a batch of videos, one a row. grids: (height, width) of each; newline: a token behind each video."""
+    """Build the tokens of a batch of videos, one per row. grids: (height, width) of each. newline: add a token after
+    each video."""
     counts = [video.shape[0] * video.shape[1] + newline for video in videos]
     hidden = torch.full((len(videos), max(counts), videos[0].shape[-1]), 9.0)
-    seen = torch.zeros(len(videos), 2, max(counts))
+    scores = torch.zeros(len(videos), 2, max(counts))
     cells = torch.zeros(6, len(videos), max(counts), dtype=torch.long)
     cells[0], cells[3:] = -1, 1
     attention = [attention_of(video, row) for row, video in enumerate(videos)] if attention is None else attention
     for row, (video, (height, width)) in enumerate(zip(videos, grids, strict=True)):
-        frames, places = video.shape[:2]
-        hidden[row, : frames * places] = video.flatten(0, 1)
-        seen[row, :, : frames * places] = attention[row].flatten() * torch.tensor([[0.5], [1.5]])
-        for i in range(frames * places):
-            place = i % places
-            cells[:, row, i] = torch.tensor([i // places, place // width, place % width, height, width, 1])
+        frames, num_patches = video.shape[:2]
+        hidden[row, : frames * num_patches] = video.flatten(0, 1)
+        scores[row, :, : frames * num_patches] = attention[row].flatten() * torch.tensor([[0.5], [1.5]])
+        for i in range(frames * num_patches):
+            patch = i % num_patches
+            cells[:, row, i] = torch.tensor([i // num_patches, patch // width, patch % width, height, width, 1])
     hidden = more.pop("hidden", hidden)
     return visual_tokens(
         hidden if dtype is None else hidden.to(dtype), counts, keep=keep, modality="video",
         grids=[None if newline else (len(v), *grid) for v, grid in zip(videos, grids, strict=True)],
         frames=[[video.shape[1]] * len(video) for video in videos],
-        **{"encoder_attention": {-1: seen}, "patches": Patches(*cells, tiles=max(map(len, videos)))} | more,
+        **{"encoder_attention": {-1: scores}, "patches": Patches(*cells, tiles=max(map(len, videos)))} | more,
     )  # fmt: skip
 
 
@@ -71,7 +72,7 @@ def select(method: str, tokens: VisualTokens, **options: Any) -> Selection:
 
 
 def shares_of(selection: Selection, row: int, count: int) -> dict[int, dict[int, float]]:
-    """For each kept token of a video what it is the mean of: members and their weights, which sum to 1."""
+    """Return, for each kept token of a video, its members and their weights, which sum to 1."""
     groups: dict[int, dict[int, float]] = {}
     for i, target in enumerate(selection.assign[row, :count].tolist()):
         if target >= 0:
@@ -82,13 +83,13 @@ def shares_of(selection: Selection, row: int, count: int) -> dict[int, dict[int,
     return groups
 
 
-def same(got: dict[int, dict[int, float]], want: dict[int, dict[int, float]]) -> None:
-    """Two ways to merge are one, but for rounding."""
-    assert got.keys() == want.keys()
-    for target, group in want.items():
-        assert got[target].keys() == group.keys(), target
+def same(actual: dict[int, dict[int, float]], expected: dict[int, dict[int, float]]) -> None:
+    """Check that two results of merging are equal up to rounding."""
+    assert actual.keys() == expected.keys()
+    for target, group in expected.items():
+        assert actual[target].keys() == group.keys(), target
         for i, weight in group.items():
-            assert math.isclose(got[target][i], weight, abs_tol=1e-5), (target, i)
+            assert math.isclose(actual[target][i], weight, abs_tol=1e-5), (target, i)
 
 
 GRIDS = [(4, 5), (3, 3), (5, 4), (2, 6)]
@@ -99,24 +100,24 @@ def compare(
     method: str, naive: Callable[..., dict[int, dict[int, float]]], share: float, cut: int | None, newline: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """A batch of videos of different lengths merges as a naive loop does, and as each video alone; a newline behind
-    each stays, and counts. naive: of a video, its attention, how many to keep, and its grid."""
+    """Check that a batch of videos of different lengths merges like a naive loop, and like each video separately. A
+    newline after a video is kept and counts. naive: takes a video, its attention, the budget, and its grid."""
     videos = [moving(f, *grid, seed=f, cut=cut) for f, grid in zip(FRAMES, GRIDS, strict=True)]
     counts = [video.shape[0] * video.shape[1] for video in videos]
     keep = [max(1, round(share * count)) for count in counts]
     selection = select(method, given(videos, [k + newline for k in keep], GRIDS, newline), **options)
     for row, (video, count) in enumerate(zip(videos, counts, strict=True)):
         attention = attention_of(video, row)
-        got = shares_of(selection, row, count + newline)
-        assert not newline or got.pop(count) == {count: 1.0}
-        same(got, naive(video, attention, keep[row], GRIDS[row]))
+        groups = shares_of(selection, row, count + newline)
+        assert not newline or groups.pop(count) == {count: 1.0}
+        same(groups, naive(video, attention, keep[row], GRIDS[row]))
         if keep[row] < count:
             tokens = given([video], [keep[row] + newline], [GRIDS[row]], newline, attention=[attention])
             assert torch.equal(select(method, tokens, **options).assign[0], selection.assign[row, : count + newline])
 
 
 def check_counts(method: str, frames: int, **options: Any) -> None:
-    """Exactly what is asked for stays, and the weights of each that stays are positive and sum to 1."""
+    """Check that the budget is met exactly, and that the weights of each kept token are positive and sum to 1."""
     video = moving(frames, 3, 3, seed=frames)
     for keep in {1, max(1, frames - 1), frames, 9 * frames - 1, 9 * frames}:
         selection = select(method, given([video], [keep], [(3, 3)]), **options)
@@ -138,26 +139,26 @@ def cos(a: list[float], b: list[float]) -> float:
 
 
 def mean(vectors: list[list[float]]) -> list[float]:
-    return [math.fsum(one) / len(vectors) for one in zip(*vectors, strict=True)]
+    return [math.fsum(values) / len(vectors) for values in zip(*vectors, strict=True)]
 
 
-def best(places: Any, score: Any, number: int) -> list[int]:
-    """The `number` places that score highest, of equal ones the first."""
-    return sorted(places, key=lambda i: (-score[i], i))[: max(0, number)]
+def best(indices: Any, score: Any, count: int) -> list[int]:
+    """Return the `count` indices with the highest scores, the first of equal scores."""
+    return sorted(indices, key=lambda i: (-score[i], i))[: max(0, count)]
 
 
-def clusters(points: dict[int, list[float]], number: int) -> dict[int, int]:
-    """DPC-KNN: for each point the nearest centre, by its key; none where no centre is to be had."""
-    apart = {(i, j): math.dist(points[i], points[j]) for i in points for j in points}
+def clusters(points: dict[int, list[float]], count: int) -> dict[int, int]:
+    """Return the nearest center of each point by DPC-KNN, or an empty dict without centers."""
+    distances = {(i, j): math.dist(points[i], points[j]) for i in points for j in points}
     density, score = {}, {}
     for i in points:
-        near = sorted(apart[i, j] ** 2 for j in points)[: min(7, number)]
-        density[i] = -math.fsum(near) / max(1, len(near)) / len(points[i])
+        nearest = sorted(distances[i, j] ** 2 for j in points)[: min(7, count)]
+        density[i] = -math.fsum(nearest) / max(1, len(nearest)) / len(points[i])
     for i in points:
         denser = [j for j in points if (density[j], -j) > (density[i], -i)]
-        peak = min(apart[i, j] for j in denser) if denser else max(apart[i, j] for j in points)
+        peak = min(distances[i, j] for j in denser) if denser else max(distances[i, j] for j in points)
         score[i] = math.exp(density[i]) * peak
-    centres = best(points, score, number)
+    centres = best(points, score, count)
     if not centres:
         return {}
-    return {i: i if i in centres else min(centres, key=lambda j: (apart[i, j], j)) for i in points}
+    return {i: i if i in centres else min(centres, key=lambda j: (distances[i, j], j)) for i in points}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random vision-language models, one a family, and inputs as the families' processors would hand them over.
+"""Tiny random vision-language models, one per family, and inputs in the format of the families' processors.
 
 A test takes ``FAMILIES["llava"]``, calls ``build()`` for a model and ``make_inputs(...)`` for a batch. The models have
-random weights but are not shy: attention is far from uniform, so masking a visual token visibly moves the logits.
+random weights with uneven attention, so masking a visual token clearly changes the logits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TEXT = dict(
     vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=512, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
 )  # fmt: skip
-# Qwen's decoders share three axes of positions over the HEAD_DIM / 2 frequencies.
+# Qwen's decoders distribute the HEAD_DIM / 2 frequencies over position ids with three axes.
 MROPE = dict(rope_type="default", rope_theta=10_000.0)
 
 
@@ -40,15 +40,15 @@ def tower(model_type: str, image_size: int, **extra: Any) -> dict[str, Any]:
 
 @dataclass
 class InputImage:
-    """One image (or video): the ids that stand for it in the prompt, and what the tower is fed for it."""
+    """An image or video: its ids in the prompt, and its inputs for the tower."""
 
     ids: list[int]
     pixels: dict[str, torch.Tensor]
-    video: bool = False  # whether image ids in `ids` stand for frames of a video
+    video: bool = False  # whether image ids in `ids` are frames of a video
 
     @property
     def types(self) -> list[int]:
-        """Token types, where a processor hands them over: 0 text, 1 image, 2 video."""
+        """Return token types for processors that provide them: 0 text, 1 image, 2 video."""
         return [2 if token == VIDEO else (1 + self.video) * (token == IMAGE) for token in self.ids]
 
     @property
@@ -57,9 +57,9 @@ class InputImage:
 
 
 class Inputs(dict):
-    """Keyword arguments of the model; ``counts`` remembers, per row and image, how many placeholders were written.
+    """Keyword arguments of the model. ``counts`` stores the number of placeholders per row and image.
 
-    A plain ``dict`` made from it has lost ``counts``.
+    A plain ``dict`` copy loses ``counts``.
     """
 
     counts: list[list[int]]
@@ -67,7 +67,7 @@ class Inputs(dict):
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """A model type. Images of ``sizes`` take turns through the batch, so visual counts differ where they can."""
+    """A model type. The images of a batch cycle through ``sizes``, so that token counts differ."""
 
     name: str
     config: dict[str, Any] = field(repr=False)
@@ -76,23 +76,23 @@ class Family:
     decoder: str = "model.language_model"
     video: Callable[[torch.Generator, int | None], InputImage] | None = None  # (generator, frames of 4 tokens or None)
     collate: Callable[[list[list[InputImage]]], dict[str, torch.Tensor]] = field(default=lambda rows: join(rows))
-    types: str | None = None  # name under which the processor hands over token types,
+    types: str | None = None  # name under which the processor returns token types
     type_ids: tuple[int, int, int] = (0, 1, 2)  # of text, images and videos
     mixes: bool = True  # whether one batch may hold images and videos
-    model_type: str | None = None  # where `name` is that of a variant
-    eager: tuple[str, ...] = ()  # configs of parts that do not know sdpa
-    settle: Callable[[PreTrainedModel], None] | None = None  # weights that must not be random
+    model_type: str | None = None  # for variants, whose `name` is not the model type
+    eager: tuple[str, ...] = ()  # configs of parts that do not support sdpa
+    settle: Callable[[PreTrainedModel], None] | None = None  # sets weights that must not be random
 
     def __post_init__(self) -> None:
         if self.types == "mm_token_type_ids" and compat.is_older_than("5.3"):
-            object.__setattr__(self, "types", None)  # no processor hands them over before
+            object.__setattr__(self, "types", None)  # no earlier processor provides them
 
     @property
     def kind(self) -> str:
         return self.model_type or self.name
 
     def prepare(self, build: Callable[..., PreTrainedModel] | None = None, **batch: Any) -> tuple[Any, Inputs]:
-        """Return a model and a batch. build: the fixture of shared models; without it, the model is a new one."""
+        """Return a model and a batch. build: the fixture of shared models; None builds a new model."""
         return self.build() if build is None else build(self), self.make_inputs(**batch)
 
     def build(self, attn: str = "sdpa") -> PreTrainedModel:
@@ -106,7 +106,7 @@ class Family:
             wake(model)
             if self.settle is not None:
                 self.settle(model)
-        # Nothing ends a generation early, so that every row gets all its new tokens.
+        # Disable the end token, so that every row gets all its new tokens.
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = PAD
         model.generation_config.do_sample = False
@@ -122,13 +122,13 @@ class Family:
         video: bool | int | Sequence[int | Sequence[int]] = False,
         only: int | None = None,
     ) -> Inputs:
-        """A batch ready for ``model(**inputs)``: two rows with one image each unless told otherwise.
+        """Return a batch for ``model(**inputs)``, by default two rows with one image each.
 
-        ``images`` counts images (of each row, if a sequence); ``video`` adds one to row 0, before its images: True
-        for a short one, a number for one of as many frames of 4 tokens, a sequence with one of these for each row, or
-        with a list of numbers, for as many videos in that row.
-        ``padding=None`` writes more text at the end of the shorter rows instead of padding them. ``only=i`` gives row i
-        alone, without padding. Other ``sizes`` are in the unit of the family's own (see its ``image``).
+        ``images`` counts images per row, an int for all rows. ``video`` adds videos before the images: True for a short
+        video in row 0, an int for a video of that many frames of 4 tokens, a sequence with such a value for each row,
+        or with a list of frame counts for several videos in a row. ``padding=None`` appends text to shorter rows
+        instead of padding them. ``only=i`` returns row i without padding. Other ``sizes`` use the unit of the family's
+        sizes (see its ``image``).
         """
         images = [images] * (2 if rows is None else rows) if isinstance(images, int) else list(images)
         if rows is not None and len(images) != rows:
@@ -139,25 +139,25 @@ class Family:
         videos = list(video) if isinstance(video, Sequence) else [video]
         videos += [False] * (len(images) - len(videos))
         ids, types, photos, used = [], [], [], 0
-        for row, number in enumerate(images):
-            # Each row draws from its own generator: it is the same row in whatever batch it stands.
+        for row, count in enumerate(images):
+            # Each row has its own generator, so that it does not depend on the batch.
             g = torch.Generator().manual_seed(1000 * seed + row)
-            shown = [self.image(sizes[(used + i) % len(sizes)], g, number) for i in range(number)]
-            used += number
+            row_images = [self.image(sizes[(used + i) % len(sizes)], g, count) for i in range(count)]
+            used += count
             if videos[row]:
                 if self.video is None:
-                    raise ValueError(f"{self.name} takes no video here")
-                several = videos[row] if isinstance(videos[row], Sequence) else [videos[row]]
-                shown = [self.video(g, None if frames is True else frames) for frames in several] + shown
+                    raise ValueError(f"{self.name} does not support videos here")
+                frame_counts = videos[row] if isinstance(videos[row], Sequence) else [videos[row]]
+                row_images = [self.video(g, None if frames is True else frames) for frames in frame_counts] + row_images
             prompt = [BOS, *words(3 + row, g)]
             kinds = [0] * len(prompt)
-            for i, image in enumerate(shown):
+            for i, image in enumerate(row_images):
                 between = words(3, g) if i else []
                 prompt += [*between, *image.ids]
                 kinds += [*[0] * len(between), *image.types]
             ids.append(prompt + words(5 + 6 * row, g))
             types.append(kinds + [0] * (len(ids[-1]) - len(kinds)))
-            photos.append(shown)
+            photos.append(row_images)
         if padding is None:
             g = torch.Generator().manual_seed(1000 * seed + 999)
             ids = [row + words(max(map(len, ids)) - len(row), g) for row in ids]
@@ -179,12 +179,12 @@ class Family:
         return inputs
 
     def visual_mask(self, model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
-        """[B, L], true at the placeholders."""
+        """Return the mask of placeholders, shape (batch, length)."""
         ids = inputs["input_ids"]
         return (ids == IMAGE) | (ids == VIDEO)
 
     def visual_counts(self, model: PreTrainedModel, inputs: Inputs) -> list[list[int]]:
-        """Placeholders of each image of each row, in the order of the prompt, known from writing the prompt."""
+        """Return the number of placeholders of each image of each row, in prompt order."""
         return inputs.counts
 
 
@@ -194,25 +194,25 @@ def words(n: int, g: torch.Generator) -> list[int]:
 
 @torch.no_grad()
 def wake(model: PreTrainedModel) -> None:
-    """Weights large enough that attention is uneven and every input is felt in the logits."""
+    """Draw weights large enough that attention is uneven and every input affects the logits."""
     for name, p in model.named_parameters():
-        if p.dim() < 2:  # norms (around one, or zero where the layer adds one), biases, newline and class embeddings
+        if p.dim() < 2:  # norms (close to one, or zero if the layer adds one), biases, newline and class embeddings
             p.add_(torch.randn_like(p), alpha=0.1)
             if name.endswith(("q_norm.weight", "k_norm.weight")):
-                p.add_(0.5)  # normed queries and keys would otherwise give scores of unit spread
+                p.add_(0.5)  # normalized queries and keys would otherwise give scores of unit spread
         elif "embed_tokens" in name:
-            # Gemma multiplies its embeddings by sqrt(width), but not the visual features beside them.
+            # Gemma multiplies its embeddings by sqrt(width), but not the visual features.
             scaled = "gemma" in model.config.get_text_config().model_type
             p.normal_(std=HIDDEN**-0.5 if scaled else 1.0)
         else:
             p.normal_(std=1.5 / math.sqrt(p[0].numel()))
-    # Special ids get logit zero: a random model that generates a placeholder would confuse what is visual.
+    # Give special ids logit zero: a generated placeholder would count as a visual token.
     head = model.get_output_embeddings() or model.language_model.get_output_embeddings()
     head.weight[:FIRST_TEXT_ID] = 0
 
 
 def join(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
-    """Images of the batch one after the other, whichever row they stand in."""
+    """Concatenate the inputs of all images of the batch, in order."""
     flat = [image.pixels for row in rows for image in row]
     keys = dict.fromkeys(key for pixels in flat for key in pixels)
     return {key: torch.cat([pixels[key] for pixels in flat if key in pixels]) for key in keys}
@@ -222,15 +222,15 @@ def noise(*shape: int, g: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=g)
 
 
-# LLaVA-1.5: one square image, always 36 tokens.
+# LLaVA-1.5: one square image of 36 tokens.
 
 
 def llava_image(size: int, g: torch.Generator, _: int) -> InputImage:
     return InputImage([IMAGE] * (size // 4) ** 2, {"pixel_values": noise(1, 3, size, size, g=g)})
 
 
-# LLaVA-NeXT and OneVision: a base view of 4 x 4 patches, then the tiles of the best of these resolutions, cut back to
-# the image's own shape, with a newline feature after each row of patches.
+# LLaVA-NeXT and OneVision: a base view of 4 x 4 patches, then the tiles at the best resolution, cropped to
+# the image's shape, with a newline feature after each row of patches.
 
 PINPOINTS = [[16, 32], [32, 16]]
 ANYRES = {(16, 32): 16 + 4 * (8 + 1), (8, 32): 16 + 2 * (8 + 1), (32, 16): 16 + 8 * (4 + 1), (32, 8): 16 + 8 * (2 + 1)}
@@ -244,7 +244,7 @@ def anyres_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImag
 def onevision_image(size: tuple[int, int], g: torch.Generator, in_row: int) -> InputImage:
     if in_row == 1:
         return anyres_image(size, g, in_row)
-    # Several images in one prompt are not cut into tiles: base view and one newline.
+    # Several images in one prompt have a base view and a newline each, without tiles.
     return InputImage([IMAGE] * 17, {"pixel_values": noise(1, 3, 16, 16, g=g), "image_sizes": torch.tensor([size])})
 
 
@@ -264,11 +264,11 @@ def anyres_collate(rows: list[list[InputImage]], count_rows: bool = False) -> di
     return out
 
 
-# Qwen-VL: patches of all images on one axis, the grid tells their shape; 2 x 2 patches make a token.
+# Qwen-VL: patches of all images on one axis, with a grid of each image; 2 x 2 patches make a token.
 
 
 def grid_image(*patch: int, per_token: int = 4) -> Callable[..., InputImage]:
-    """Return the images of a family that gets patches on one axis, and their grid beside them."""
+    """Return an image function for families whose patches are on one axis, with a grid beside them."""
 
     def image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
         h, w = size
@@ -289,7 +289,7 @@ def qwen_video(
     if seconds is not None:
         pixels["second_per_grid_ts"] = torch.tensor([seconds])
     frame = [VIDEO] * (h * w // 4)
-    if stamped:  # Qwen3-VL writes the time in words before each frame and wraps each frame
+    if stamped:  # Qwen3-VL writes the timestamp in words before each frame and wraps each frame
         return InputImage([token for _ in range(t) for token in [*words(2, g), START, *frame, END]], pixels)
     return InputImage([START, *frame * t, END], pixels)
 
@@ -302,14 +302,14 @@ def qwen_config(section: list[int], vision: dict[str, Any], **text: Any) -> dict
     )  # fmt: skip
 
 
-# InternVL: tiles and a thumbnail in one run of 16 tokens a tile.
+# InternVL: tiles and a thumbnail in one run, 16 tokens per tile.
 
 
 def internvl_image(tiles: int, g: torch.Generator, _: int) -> InputImage:
     return InputImage([START, *[IMAGE] * (16 * tiles), END], {"pixel_values": noise(tiles, 3, 32, 32, g=g)})
 
 
-# Idefics3 and SmolVLM: tiles in rows and columns, each with a token telling its place, then the whole image.
+# Idefics3 and SmolVLM: tiles in rows and columns, each after a token with its grid position, then the thumbnail.
 
 
 def idefics_image(grid: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
@@ -320,13 +320,13 @@ def idefics_image(grid: tuple[int, int], g: torch.Generator, _: int) -> InputIma
 
 
 def idefics_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
-    # Tiles are padded with zeros row by row; the tower drops the zero tiles again.
+    # Rows are padded with zero tiles, which the tower removes.
     tiles = [torch.cat([torch.zeros(0, 3, 32, 32), *(p.pixels["pixel_values"] for p in row)]) for row in rows]
     pixels = pad_sequence(tiles, batch_first=True)
     return {"pixel_values": pixels, "pixel_attention_mask": (pixels != 0).any(2).long()}
 
 
-# Gemma 3: always 16 tokens after pooling; begin and end tokens and blank lines around.
+# Gemma 3: 16 tokens after pooling, between start and end ids and blank lines.
 
 
 def gemma_image(size: int, g: torch.Generator, _: int) -> InputImage:
@@ -372,7 +372,7 @@ def _families() -> list[Family]:
                internvl_image, (2, 1, 3)),
         Family("smolvlm", {**idefics, "vision_config": tower("smolvlm_vision", 32)}, **idefics_kwargs),
         Family("idefics3", {**idefics, "vision_config": tower("idefics3_vision", 32)}, **idefics_kwargs),
-        # A window shorter than the prompt, and both kinds of layer on either side of a cut at layer 2.
+        # The window is shorter than the prompt, and both kinds of layer occur before and after a cut at layer 2.
         Family("gemma3", dict(text_config={**TEXT, "head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM,
                                            "sliding_window": 16, "layer_types": gemma_layers},
                               vision_config={**siglip, "image_size": 32}, mm_tokens_per_image=16,
@@ -381,5 +381,5 @@ def _families() -> list[Family]:
     ]  # fmt: skip
 
 
-# On these every method is tested; tests/unit/families has the other model types.
+# Every method is tested on these families. families/ has the other model types.
 FAMILIES: dict[str, Family] = {family.name: family for family in _families()}

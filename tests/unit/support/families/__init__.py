@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random model for every model type of transformers' image-text-to-text mapping that has visual tokens in a
-decoder, some in several variants. See zoo.py for what a `Family` is."""
+"""Tiny random models for every model type of transformers' image-text-to-text mapping that has visual tokens in a
+decoder, some in several variants. `Family` is defined in zoo.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FAMILIES: dict[str, zoo.Family] = (
     zoo.FAMILIES | plain.FAMILIES | ocr.FAMILIES | mrope.FAMILIES | special.FAMILIES | qformer.FAMILIES
 )
 
-# Model types that must be refused; they are tested for the error alone.
+# Model types that must be refused. Tests check the error only.
 REFUSED: dict[str, refused.Refused] = refused.REFUSED
 
-# Model types that return vectors, in place of logits: see test_retrieval.py.
+# Model types that return vectors instead of logits: see test_retrieval.py.
 RETRIEVERS: dict[str, retrieval.Retriever] = retrieval.RETRIEVERS
 
 # Families whose oracle is only_kept.py: some of their layers carry a state.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of the common contract whose decoders count positions on three or four axes."""
+"""Families of the common contract whose decoders use position ids with three or four axes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ THINKER = "model.language_model" if "Qwen2_5OmniThinkerModel" in dir(transformer
 GRIDS = ((8, 12), (6, 10), (10, 12), (8, 8))
 MOE = dict(moe_intermediate_size=32, num_experts_per_tok=2)
 
-# GLM-V: each frame stands for itself between ids of its own, behind its time in words; its placeholders carry the id of
-# images, and token types alone tell them apart. A batch holds images or videos, not both.
+# GLM-V: each frame has its own start and end ids, after its timestamp in words. Frame placeholders use the image id;
+# only token types tell images and videos apart. A batch holds images or videos, not both.
 
 
 def glm_video(g: torch.Generator, frames: int | None) -> InputImage:
@@ -56,7 +56,7 @@ def glm(name: str, text: dict, **vision) -> Family:
     return Family(name, config, qwen_image, GRIDS, video=glm_video, types="mm_token_type_ids", mixes=False)
 
 
-# HunYuan-VL: features for begin, end and each end of a row stand among those of the image.
+# HunYuan-VL: features for the begin, the end and each row end are interleaved with the image features.
 
 
 def hunyuan_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:

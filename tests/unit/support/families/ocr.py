@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of the common contract with two towers, convolutions, no tower at all, or a number of features of their
-own."""
+"""Families of the common contract with two towers, a convolutional tower, no tower, or a special feature count."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def ocr2_image(crops: int, g: torch.Generator, _: int) -> InputImage:
     return InputImage([IMAGE] * (144 * (crops + 1) + 1), pixels)
 
 
-# Fuyu: patches of all images on one axis; an id behind each row of them.
+# Fuyu: patches of all images on one axis; an id after each row.
 
 
 def fuyu_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
@@ -68,8 +67,8 @@ def llama3_video(g: torch.Generator, frames: int | None) -> InputImage:
         "video_merge_sizes": torch.tensor([2]),
         "video_compression_mask": moved,
     }
-    of_frames = moved.view(t, -1).sum(1).tolist()
-    return InputImage([token for count in of_frames for token in [START, *[VIDEO] * count, END]], pixels)
+    frame_counts = moved.view(t, -1).sum(1).tolist()
+    return InputImage([token for count in frame_counts for token in [START, *[VIDEO] * count, END]], pixels)
 
 
 def _families() -> list[Family]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of the common contract whose decoders count positions on one axis."""
+"""Families of the common contract whose decoders use position ids with one axis."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIGLIP = tower("siglip_vision_model", 24, vision_use_head=False)
 LLAMA, QWEN2, QWEN3, MISTRAL = ({**TEXT, "model_type": kind} for kind in ("llama", "qwen2", "qwen3", "mistral"))
 QWEN3 |= {"head_dim": HEAD_DIM}
 MISTRAL |= {"head_dim": HEAD_DIM, "sliding_window": None}
-# A window shorter than the prompt, and both kinds of layer on either side of a cut at layer 2.
+# The window is shorter than the prompt, and both kinds of layer occur before and after a cut at layer 2.
 COHERE2 = {
     **TEXT,
     "model_type": "cohere2",
@@ -44,7 +44,8 @@ COHERE2 = {
 
 
 def run(tokens: int, size: int, count: int = 1, wrapped: bool = False):
-    """An image of any size that is `count` square tiles of `size` pixels and `tokens` tokens each, in one run."""
+    """Return a function that builds an image of `count` square tiles of `size` pixels, `tokens` tokens each, in one
+    run."""
 
     def image(tiles: int, g: torch.Generator, _: int) -> InputImage:
         ids = [IMAGE] * (tokens * tiles * count)
@@ -53,7 +54,7 @@ def run(tokens: int, size: int, count: int = 1, wrapped: bool = False):
     return image
 
 
-# LLaVA-NeXT-Video: 16 patches a frame are averaged to 4. Video-LLaVA: the class token of each frame stays.
+# LLaVA-NeXT-Video averages 16 patches per frame to 4. Video-LLaVA keeps the class token of each frame.
 
 
 def next_video(g: torch.Generator, frames: int | None) -> InputImage:
@@ -70,8 +71,7 @@ def video_llava_video(g: torch.Generator, frames: int | None) -> InputImage:
     return InputImage([VIDEO] * (frames * 17), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
 
 
-# Pixtral's tower takes images of any shape; ids for the ends of rows and of the image stand between the
-# placeholders.
+# Pixtral's tower takes images of any shape. Row-end and image-end ids are interleaved with the placeholders.
 
 
 def pixtral_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
@@ -95,20 +95,20 @@ def unbroken_pixtral_image(size: tuple[int, int], g: torch.Generator, _: int) ->
 
 
 def pixtral_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
-    """Images are padded on the right and below to the largest of the batch."""
+    """Pad images on the right and below to the largest size of the batch."""
     pixels = [image.pixels for row in rows for image in row]
     sizes = torch.cat([p["image_sizes"] for p in pixels])
     h, w = sizes.amax(0).tolist()
     padded = torch.zeros(len(pixels), 3, h, w)
-    for place, p in zip(padded, pixels, strict=True):
-        place[:, : p["pixel_values"].shape[-2], : p["pixel_values"].shape[-1]] = p["pixel_values"][0]
+    for target, p in zip(padded, pixels, strict=True):
+        target[:, : p["pixel_values"].shape[-2], : p["pixel_values"].shape[-1]] = p["pixel_values"][0]
     return {"pixel_values": padded, "image_sizes": sizes}
 
 
 PIXTRAL = dict(sizes=((16, 24), (24, 24), (32, 16)), collate=pixtral_collate)
 
 
-# PerceptionLM: the tiles of an image make one run; so do the frames of a video.
+# PerceptionLM: the tiles of an image make one run of placeholders, and so do the frames of a video.
 
 
 def perception_image(tiles: int, g: torch.Generator, _: int) -> InputImage:
@@ -120,7 +120,7 @@ def perception_video(g: torch.Generator, frames: int | None) -> InputImage:
     return InputImage([VIDEO] * (16 * frames), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
 
 
-# Ovis2: indicator ids, filled with features of their own, stand around and between the tiles.
+# Ovis2: indicator ids with separate features surround the tiles.
 
 
 def ovis_image(tiles: int, g: torch.Generator, _: int) -> InputImage:
@@ -129,7 +129,7 @@ def ovis_image(tiles: int, g: torch.Generator, _: int) -> InputImage:
     return InputImage(ids, {"pixel_values": noise(tiles, 3, 16, 16, g=g)})
 
 
-# Idefics2: 16 queries of a resampler for each image, which may be of any shape.
+# Idefics2: a resampler with 16 queries per image of any shape.
 
 
 def idefics2_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
@@ -140,7 +140,7 @@ def idefics2_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputIm
 
 
 def idefics2_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
-    """Rows with fewer images are filled up with zeros."""
+    """Pad rows with fewer images with zeros."""
     columns = {"pixel_values": torch.zeros(0, 3, 32, 32), "pixel_attention_mask": torch.zeros(0, 32, 32).long()}
     return {
         key: pad_sequence([torch.cat([empty, *(p.pixels[key] for p in row)]) for row in rows], batch_first=True)
@@ -194,7 +194,7 @@ def _families() -> list[Family]:
                    patch_size=4, vocab_size=64), visual_indicator_token_ids=[START, END, BREAK, FAKE, GLOBAL],
                    vocab_size=TEXT["vocab_size"], hidden_size=HIDDEN),
                ovis_image, (2, 1, 3)),
-        # The whole prompt sees itself both ways.
+        # The whole prompt uses bidirectional attention.
         Family("paligemma", dict(text_config={**TEXT, "model_type": "gemma", "head_dim": HEAD_DIM}, **paligemma),
                llava_image, (24,), types="token_type_ids", type_ids=(0, 0, 0)),
         Family("paligemma2", dict(text_config={**TEXT, "model_type": "gemma2", "head_dim": HEAD_DIM,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families whose visual tokens are queries of a Q-Former, merged into the prompt by the model with the head."""
+"""Families whose visual tokens are Q-Former queries. The model with the language head merges them into the prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zoo import HIDDEN, IMAGE, PAD, TEXT, VIDEO, VISION, Family, InputImage, noi
 QUERIES = 16
 OPT = dict(model_type="opt", ffn_dim=96, do_layer_norm_before=True, dropout=0.0, tie_word_embeddings=False)
 OPT |= {name: size for name, size in TEXT.items() if name not in ("intermediate_size", "num_key_value_heads")}
-# As in the smallest OPT: norms behind the layers' parts, and none at the end.
+# As in the smallest OPT: each norm follows its sublayer, and the final norm is missing.
 OPT_WITHOUT_NORM = {**OPT, "do_layer_norm_before": False}
 
 
@@ -21,7 +21,7 @@ def blip_image(size: int, g: torch.Generator, _: int) -> InputImage:
 
 
 def instruct_image(size: int, g: torch.Generator, _: int) -> InputImage:
-    """The Q-Former reads the instruction, too; of this one, the last word is padding."""
+    """Build an image and the instruction that the Q-Former also reads; its last word is padding."""
     pixels = {
         "pixel_values": noise(1, 3, size, size, g=g),
         "qformer_input_ids": torch.randint(1, 32, (1, 5), generator=g),
@@ -36,7 +36,7 @@ def instruct_video(size: int, g: torch.Generator, _: int) -> InputImage:
 
 
 def generate_as_asked(model: PreTrainedModel) -> None:
-    """The language model's own config says how it generates; see `Family.build`."""
+    """Set the generation config of the language model, which overrides the outer one; see `Family.build`."""
     config = model.language_model.generation_config
     config.eos_token_id, config.pad_token_id, config.do_sample = None, PAD, False
 

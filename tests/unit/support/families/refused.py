@@ -21,13 +21,13 @@ from transformers import (
     ViTConfig,
 )
 
-# In no mapping of models that answer about images.
+# These types are missing from all auto-class mappings for image-text-to-text.
 _BY_CLASS = {"colmodernvbert": "ColModernVBertForRetrieval", "phi4_multimodal": "Phi4MultimodalForCausalLM"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A model type that is refused by its name alone: built at its full size without memory, on the meta device."""
+    """A model type refused by its name. The model is built at full size on the meta device, without memory."""
 
     kind: str
     config: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models that return a vector for each token, and batches of pages and questions as their processors make them."""
+"""Tiny models that return a vector per token, and batches of pages and questions as their processors build them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ import zoo
 from families import plain
 from zoo import IMAGE, Family, InputImage, Inputs
 
-WIDTH = 12  # of a vector
+WIDTH = 12  # dimension of each vector
 
 
-def padded(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
-    """Patches of each page as a row, padded at its end: ColQwen2's processor does so."""
+def pad_patches(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
+    """Pad the patches of each page at the end of its row, as ColQwen2's processor does."""
     flat = [image.pixels for row in rows for image in row]
     grids = torch.cat([pixels["image_grid_thw"] for pixels in flat])
     return {"pixel_values": pad_sequence([pixels["pixel_values"] for pixels in flat], True), "image_grid_thw": grids}
@@ -34,7 +34,7 @@ def padded(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Retriever:
-    """A model type that retrieves. inner: the family of its `vlm`."""
+    """A retrieval model type. inner: the family of its `vlm`."""
 
     name: str
     config: type
@@ -48,18 +48,18 @@ class Retriever:
             model = self.model._from_config(
                 self.config(vlm_config=config.to_dict(), embedding_dim=WIDTH), attn_implementation=attn
             )
-            whole = self.inner.build(attn)
-            model.get_submodule(self.inside(model)).load_state_dict(whole.model.state_dict())
+            inner_model = self.inner.build(attn)
+            model.get_submodule(self.inside(model)).load_state_dict(inner_model.model.state_dict())
             nn.init.normal_(model.embedding_proj_layer.weight, std=0.3)
             nn.init.normal_(model.embedding_proj_layer.bias, std=0.3)
         return model.float().eval()
 
     def inside(self, model: PreTrainedModel) -> str:
-        """The place of what merges images into text; older versions of transformers hold a language head around it."""
+        """Return the path of the module that merges images into text; older transformers wrap it in a language head."""
         return "vlm.model" if hasattr(model.vlm, "model") else "vlm"
 
     def pages(self, **options: Any) -> Inputs:
-        """A batch of pages; see `Family.make_inputs`."""
+        """Return a batch of pages; see `Family.make_inputs`."""
         return self.inner.make_inputs(**options)
 
     def questions(self) -> dict[str, torch.Tensor]:
@@ -67,7 +67,7 @@ class Retriever:
 
 
 def _retrievers() -> list[Retriever]:
-    qwen = {name: dataclasses.replace(zoo.FAMILIES[name], types=None, collate=padded)
+    qwen = {name: dataclasses.replace(zoo.FAMILIES[name], types=None, collate=pad_patches)
             for name in ("qwen2_vl", "qwen2_5_vl")}  # fmt: skip
     return [
         Retriever("colpali", ColPaliConfig, ColPaliForRetrieval, plain.FAMILIES["paligemma"]),
@@ -76,4 +76,4 @@ def _retrievers() -> list[Retriever]:
     ]
 
 
-RETRIEVERS: dict[str, Retriever] = {one.name: one for one in _retrievers()}
+RETRIEVERS: dict[str, Retriever] = {retriever.name: retriever for retriever in _retrievers()}

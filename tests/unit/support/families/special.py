@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families that hand their decoder more than the common contract, or that are refused."""
+"""Families whose decoder takes more inputs than the common contract, or that are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zoo import (
 
 GRIDS = ((8, 12), (6, 10), (8, 8))
 
-# Qwen3.5: every other layer carries a state. The layer before a cut at layer 2 attends.
+# Qwen3.5: every other layer is recurrent. The layer before a cut at layer 2 uses attention.
 LINEAR = dict(
     layer_types=["linear_attention", "full_attention"] * 2, linear_conv_kernel_dim=3, linear_key_head_dim=32,
     linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -43,16 +43,16 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 def calm_states(model: PreTrainedModel) -> None:
-    """The norm behind a linear attention blows rounding up where the attention's output is close to zero, on
-    one processor more than on another."""
+    """Scale the norm after linear attention down: it amplifies rounding where the output is close to zero, by an amount
+    that depends on the processor."""
     for name, parameter in model.named_parameters():
         if name.endswith("linear_attn.norm.weight"):
             parameter.data.mul_(0.05)
 
 
 def calm_scores(model: PreTrainedModel) -> None:
-    """Gemma 4 does not scale its scores down: with norms of one they are so uneven that rounding grows layer by
-    layer."""
+    """Scale the query norm down: Gemma 4 does not scale attention scores, so with unit norms rounding grows from layer
+    to layer."""
     for name, parameter in model.named_parameters():
         if name.endswith("self_attn.q_norm.weight"):
             parameter.data.mul_(0.4)
@@ -66,8 +66,8 @@ def qwen35(name: str, **text: Any) -> Family:
     )
 
 
-# Gemma 4: patches of each image on an axis of its own with their places beside them, 2 x 2 averaged to a token.
-# No video: the forward of transformers 5.19 does not hand on how many frames one has, and raises.
+# Gemma 4: the patches of each image have a separate axis and 2-D position ids; 2 x 2 patches are averaged to a token.
+# Videos are left out: the forward of transformers 5.19 loses the frame counts and raises.
 
 
 GEMMA_TEXT = {**TEXT, "head_dim": HEAD_DIM, "sliding_window": 16}
@@ -105,7 +105,8 @@ def gemma4(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ErnieFamily(Family):
-    """Ernie 4.5 VL is also told which tokens go to the experts for images: placeholders, and the tokens around."""
+    """A family whose inputs also mark the tokens routed to the image experts: placeholders and their start and end
+    ids."""
 
     def make_inputs(self, *args: Any, **kwargs: Any) -> Inputs:
         inputs = super().make_inputs(*args, **kwargs)
@@ -310,7 +311,7 @@ def _families() -> list[Family]:
             num_embeddings=64, embed_dim=4, latent_channels=4, base_channels=32, channel_multiplier=[1, 1, 1],
             num_res_blocks=1, resolution=16,
         ),
-        # Codes are written in letters, A for 0 and so on.
+        # Code indices are written in letters: A is 0.
         vocabulary_map={"<image>": IMAGE}
         | {f"IMGIMG{chr(65 + code // 10)}{chr(65 + code % 10)}Z": 64 + code for code in range(64)},
     )  # fmt: skip
@@ -320,7 +321,7 @@ def _families() -> list[Family]:
         gemma4("gemma4", hidden_size_per_layer_input=8, vocab_size_per_layer_input=TEXT["vocab_size"],
                num_kv_shared_layers=2, num_hidden_layers=8, layer_types=BOTH_KINDS * 4),
         gemma4("gemma4_bidirectional", hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
-        # Heads of another width and number in the layers that see everything, with values made of keys.
+        # Full-attention layers have another head width and head count, and use keys as values.
         gemma4("gemma4_per_layer", hidden_size_per_layer_input=0, use_bidirectional_attention="vision",
                global_head_dim=2 * HEAD_DIM, num_global_key_value_heads=1, attention_k_eq_v=True),
         gemma4("gemma4_moe", hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4, top_k_experts=2,
@@ -365,5 +366,5 @@ def _families() -> list[Family]:
 
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _families()}
-# Families with layers that carry a state, from which no mask can take a token: another oracle is needed.
+# Families with recurrent layers, which ignore attention masks: they need another oracle.
 STATEFUL = set("qwen3_5 qwen3_5_moe lfm2_vl lfm3_vl minicpmv4_6 minicpmv4_7 minicpm_ocr nemotron_h_omni".split())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos of families that take more than pixels, and how a batch is made of them."""
+"""Images and videos of families that take more inputs than pixels, and their collate functions."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def stamped_video(g: torch.Generator, frames: int | None) -> InputImage:
 
 def gemma4_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     h, w = size
-    places = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
-    pixels = {"pixel_values": torch.rand(h * w, 3 * 4**2, generator=g), "image_position_ids": places}
+    positions = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
+    pixels = {"pixel_values": torch.rand(h * w, 3 * 4**2, generator=g), "image_position_ids": positions}
     return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
@@ -45,13 +45,13 @@ def gemma4_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
 
 
 def llama4_image(tiles: int, g: torch.Generator, _: int) -> InputImage:
-    """Llama 4: a tile of 16 tokens each with a separator behind it, then the whole image."""
+    """Llama 4: tiles of 16 tokens, each followed by a separator, then the thumbnail."""
     ids = [token for _ in range(tiles) for token in (*[IMAGE] * 16, TILE)]
     return InputImage([START, *ids, *[IMAGE] * 16, END], {"pixel_values": noise(tiles + 1, 3, 32, 32, g=g)})
 
 
 def lfm2_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    """LFM2-VL: patches on an axis of their own, 2 x 2 of them joined to a token."""
+    """LFM2-VL: patches of each image on a separate axis; 2 x 2 patches make a token."""
     h, w = size
     pixels = {
         "pixel_values": noise(h * w, 3 * 4**2, g=g),
@@ -68,36 +68,36 @@ def lfm2_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
 
 
 def gemma3n_image(size: int, g: torch.Generator, _: int) -> InputImage:
-    """Gemma 3n: always 16 tokens, of a convolutional tower."""
+    """Gemma 3n: 16 tokens per image from a convolutional tower."""
     return InputImage([START, *[IMAGE] * 16, END], {"pixel_values": noise(1, 3, size, size, g=g)})
 
 
 def unified_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    """Gemma 4 without a tower: a token is a patch."""
+    """Gemma 4 without a tower: each patch is a token."""
     image = gemma4_image((2 * size[0], 2 * size[1]), g, 0)
     h, w = size
-    places = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
-    return InputImage(image.ids, {"pixel_values": noise(h * w, 3 * 8**2, g=g), "image_position_ids": places})
+    positions = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
+    return InputImage(image.ids, {"pixel_values": noise(h * w, 3 * 8**2, g=g), "image_position_ids": positions})
 
 
 def granite_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    """Granite 4 Vision: LLaVA-NeXT's images, with windows of 2 x 2 patches joined to a token."""
+    """Granite 4 Vision: LLaVA-NeXT's images; windows of 2 x 2 patches make a token."""
     pixels = {"pixel_values": noise(3, 3, 32, 32, g=g), "image_sizes": torch.tensor([[2 * side for side in size]])}
     return InputImage([IMAGE] * ANYRES[size], pixels)
 
 
-kimi_image = grid_image(3, 4, 4)  # patches as little images
+kimi_image = grid_image(3, 4, 4)  # each patch is a small image
 
 
 def minicpm_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    """MiniCPM-V 4.6: patches of all images, of one size, in a strip; 4 x 4 of them joined to a token."""
+    """MiniCPM-V 4.6: patches of all images, which have one size, in a strip; 4 x 4 patches make a token."""
     h, w = size
     pixels = {"pixel_values": noise(1, 3, 4, 4 * h * w, g=g), "target_sizes": torch.tensor([size])}
     return InputImage([START, *[IMAGE] * (h * w // 16), END], pixels)
 
 
 def minicpm_ocr_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    """It merges 2 x 2 patches, and not twice."""
+    """MiniCPM-OCR: 2 x 2 patches make a token."""
     image = minicpm_image(size, g, _)
     return dataclasses.replace(image, ids=[START, *[IMAGE] * (size[0] * size[1] // 4), END])
 
@@ -111,14 +111,14 @@ def minicpm_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
 
 
 def nemotron_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    """Nemotron-H Omni: patches of all images on an axis. No video: transformers 5.19 fails on the features of one."""
+    """Nemotron-H Omni: patches of all images on one axis. No video: transformers 5.19 fails on video features."""
     h, w = size
     pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_hw": torch.tensor([size])}
     return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
 def step_image(crops: int, g: torch.Generator, _: int) -> InputImage:
-    """Step 3.7: crops of 4 tokens, then the whole image in 16."""
+    """Step 3.7: crops of 4 tokens, then the thumbnail in 16 tokens."""
     pixels = {"pixel_values": noise(1, 3, 64, 64, g=g), "num_local_patches": torch.tensor([crops])}
     if crops:
         pixels["pixel_values_local"] = noise(crops, 3, 32, 32, g=g)
@@ -126,7 +126,7 @@ def step_image(crops: int, g: torch.Generator, _: int) -> InputImage:
 
 
 def emu_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    """Emu 3: pixels become ids of the vocabulary, 4 x 4 of them one, and a row ends with one more."""
+    """Emu 3: 4 x 4 pixels become one vocabulary id, and each row ends with an extra id."""
     h, w = size
     pixels = torch.zeros(1, 3, 24, 24)
     pixels[..., :h, :w] = noise(1, 3, h, w, g=g)
@@ -144,7 +144,7 @@ def apertus_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputIma
 
 
 def chameleon_image(size: int, g: torch.Generator, _: int) -> InputImage:
-    """Chameleon: all images are of one size, a code for 4 x 4 pixels."""
+    """Chameleon: all images have one size; 4 x 4 pixels become one code."""
     pixels = noise(1, 3, size // 4, size // 4, g=g).repeat_interleave(4, 2).repeat_interleave(4, 3)
     return InputImage([START, *[IMAGE] * (size // 4) ** 2, END], {"pixel_values": pixels})
 
@@ -165,7 +165,7 @@ def edge_video(g: torch.Generator, frames: int | None) -> InputImage:
 
 
 class MolmoImage(InputImage):
-    """Give the tokens that open, close and break rows the type of images, too."""
+    """An image whose start, end and row-break ids also have the image token type."""
 
     @property
     def types(self) -> list[int]:
@@ -173,7 +173,7 @@ class MolmoImage(InputImage):
 
 
 def molmo_pooling(rows: int, columns: int, first: int = 0) -> torch.Tensor:
-    """For each token the 2 x 2 patches that it is made of, of a view that begins with patch `first`."""
+    """Return the 2 x 2 patch indices of each token, for a view that starts at patch `first`."""
     patches = first + torch.arange(4 * rows * columns).view(rows, 2, columns, 2)
     return patches.transpose(1, 2).reshape(-1, 4)
 
@@ -183,7 +183,7 @@ def molmo_rows(rows: int, columns: int) -> list[int]:
 
 
 def molmo_image(columns: int, g: torch.Generator, _: int) -> InputImage:
-    """The whole view, then a crop of two rows of tokens; crops of 4 x 4 patches are padded on the right."""
+    """Molmo 2: the thumbnail, then a crop with two rows of tokens; crops of 4 x 4 patches are padded on the right."""
     pixels = {
         "pixel_values": noise(2, 16, 48, g=g),
         "image_token_pooling": torch.cat([molmo_pooling(2, 2), molmo_pooling(2, columns, 16)]),
@@ -204,10 +204,10 @@ def molmo_video(g: torch.Generator, frames: int | None) -> InputImage:
 
 
 def molmo_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
-    """Patches are counted through the batch."""
-    past = 0
+    """Offset the patch indices of each image by the patches before it in the batch."""
+    offset = 0
     for image in (image for row in rows for image in row):
         pooling = image.pixels["video_token_pooling" if image.video else "image_token_pooling"]
-        pooling += past
-        past += 16 * len(image.pixels["pixel_values_videos" if image.video else "pixel_values"])
+        pooling += offset
+        offset += 16 * len(image.pixels["pixel_values_videos" if image.video else "pixel_values"])
     return join(rows)
