@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model Runner V2, which is vLLM's default wherever Triton is: the part of the suite that `make test-vllm` runs through
-it. Its kernels are interpreted here (v2/sitecustomize.py)."""
+"""Model Runner V2, vLLM's default with Triton, in tests of `make test-vllm`; v2/sitecustomize.py interprets its
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tokenprune.errors import UnsupportedSetupError
 
 pytestmark = pytest.mark.only_v2
 CHUNK, BLOCK = 24, 32
-# What each family adds: reading the tower, and merging in it.
+# Settings that read the tower or merge in it, as each family supports them.
 OVERRIDES = {
     "qwen2_5_vl": [{}, {"off": True}, {"keep": 30}, {"method": "vscan", "stage2": False, "keep": 0.5}],
     "llava": [{}, {"off": True}, {"method": "visionzip", "keep": 30}, {"method": "tome", "keep": 0.5}],
@@ -34,7 +35,7 @@ def test_these_tests_run_through_it(engine: Engine) -> None:
 
     runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     assert isinstance(runner, GPUModelRunner)
-    # Positions change where a model has three axes of them, and nowhere else.
+    # Only positions with three axes change.
     assert (runner.model_state.mm_pruner is not None) == engine.checkpoint.mrope
 
 
@@ -43,18 +44,18 @@ def test_mixed_requests_and_once_more_from_the_prefix_cache(
 ) -> None:
     engine.forget()
     prompt, images = checkpoint.prompt(2), checkpoint.images(2)
-    asked = [(prompt, images, override) for override in OVERRIDES[checkpoint.name]]
+    cases = [(prompt, images, override) for override in OVERRIDES[checkpoint.name]]
     if checkpoint.video is not None:
-        asked.append(checkpoint.video_case({"keep": 0.5}))
+        cases.append(checkpoint.video_case({"keep": 0.5}))
     for _ in range(2):
-        outputs = engine.check(reference, asked)
+        outputs = engine.check(reference, cases)
     assert all(output.num_cached_tokens >= BLOCK for output in outputs)
 
 
 def test_requests_that_are_read_again(
     engine: Engine, reference: Any, checkpoint: Checkpoint, preempted: list[str]
 ) -> None:
-    """What is read the second time holds some of the answer, too."""
+    """Recomputed prompts contain a part of the answer."""
     if not checkpoint.mrope:
         pytest.skip("positions of one axis are vLLM's own")
     engine.forget()
@@ -64,7 +65,7 @@ def test_requests_that_are_read_again(
 def test_items_that_vllm_rebuilds(
     engine: Engine, reference: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.33's encoder cache puts new objects in place of a request's items."""
+    """vLLM 0.33's encoder cache replaces the items of a request with new objects."""
     from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 
     def add_request(self: Any, req_id: str, mm_features: list[Any]) -> None:
