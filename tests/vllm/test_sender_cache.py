@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front end's cache and the engine's, which are vLLM's own, with what stands between them played by hand: requests
-that are refused, and requests that overtake each other."""
+"""vLLM's image caches in the front end and in the engine, with simulated requests that are refused or overtake each
+other.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +26,16 @@ ROOM = 10  # items of size 1 in the cache
 FLOATS = 1000
 
 
-def made(name: str, size: int = 1) -> Any:
+def make_item(name: str, size: int = 1) -> Any:
     pixels = torch.full((size * FLOATS,), float(ord(name[0])))
     return MultiModalKwargsItem({"pixels": MultiModalFieldElem(pixels, MultiModalBatchedField())})
 
 
 class Between:
-    """A front end and an engine, and the requests that are on their way from one to the other.
+    """A front end, an engine, and the requests in transit between them.
 
-    processed: names of the images of each run of the processor.
+    Attributes:
+        processed: Names of the images in each run of the processor.
     """
 
     def __init__(self, sizes: dict[str, int] | None = None, executor: Any = None) -> None:
@@ -42,7 +44,7 @@ class Between:
         self.engine, self.front = LruKeyReplicatedReceiverCache(config), LruKeyReplicatedSenderCache(config)
         self.sizes, self.processed = sizes or {}, list[str]()
         self.before: Callable[[], None] = lambda: None  # called each time a request arrives
-        self.reports: list[Any] = []  # what the engine answers next
+        self.reports: list[Any] = []  # next answers of the engine
         self.client: Any = SimpleNamespace(
             add_request=self._arrive, add_request_async=self._arrive_async, get_output=lambda: self.reports.pop(0),
             get_output_async=self._answer_async,
@@ -50,20 +52,20 @@ class Between:
         sender_cache._follow(self.front, self.client, executor)
 
     def process(self, names: str) -> Any:
-        """As `BaseMultiModalProcessor._cached_apply_hf_processor` and ours around it."""
+        """Process images like `BaseMultiModalProcessor._cached_apply_hf_processor` and the plugin's code around it."""
         front: Any = self.front
-        there = front.is_cached(list(names))
-        fresh = [None if held else (self._run(name), [name]) for name, held in zip(names, there, strict=True)]
+        cached = front.is_cached(list(names))
+        fresh = [None if is_held else (self._run(name), [name]) for name, is_held in zip(names, cached, strict=True)]
         for name in names:
             front.touch_sender_cache_item(name)
         items = [front.get_and_update_item(item, name)[0] for name, item in zip(names, fresh, strict=True)]
         front.release_sender_touches()
-        own = {"image": items}
+        mm_items = {"image": items}
         if hasattr(front, "promise"):
-            front.promise(own, lambda: {"image": [self._run(name) for name in names]})
+            front.promise(mm_items, lambda: {"image": [self._run(name) for name in names]})
         features = [
             SimpleNamespace(data=item, mm_hash=name, identifier=f"lora:{name}")
-            for name, item in zip(names, own["image"], strict=True)
+            for name, item in zip(names, mm_items["image"], strict=True)
         ]
         return SimpleNamespace(mm_features=features)
 
@@ -72,20 +74,22 @@ class Between:
 
     def _run(self, name: str) -> Any:
         self.processed.append(name)
-        return made(name, self.sizes.get(name, 1))
+        return make_item(name, self.sizes.get(name, 1))
 
     def _arrive(self, request: Any) -> None:
         self.before()
         copies: Any = [SimpleNamespace(**vars(feature)) for feature in request.mm_features]
-        assert not any(isinstance(one.data, sender_cache.PromisedItem) for one in copies)
-        for one in self.engine.get_and_update_features(copies):
-            assert one.data["pixels"].data[0] == ord(one.mm_hash), "the engine has another image under this hash"
+        assert not any(isinstance(feature.data, sender_cache.PromisedItem) for feature in copies)
+        for feature in self.engine.get_and_update_features(copies):
+            assert feature.data["pixels"].data[0] == ord(feature.mm_hash), (
+                "the engine has another image under this hash"
+            )
 
     async def _answer_async(self) -> Any:
         return self.reports.pop(0)
 
     def miss(self, *names: str) -> Any:
-        """Lose all images of the engine, and return its report of a request that missed some of them."""
+        """Empty the engine's cache, and return its report of a request that missed some images."""
         self.engine.clear_cache()
         output = EngineCoreOutput("request", [], mm_cache_miss_hashes=list(names))
         self.reports.append(EngineCoreOutputs(outputs=[EngineCoreOutput("other", [1]), output]))
@@ -99,9 +103,9 @@ class Between:
 def test_an_image_that_the_engine_let_go_between_processing_and_sending() -> None:
     both = Between()
     both.send(both.process("x"))
-    late = both.process("x")  # by its hash alone
+    late = both.process("x")  # only its hash is sent
     assert both.processed == ["x"]
-    for name in "abcdefghij":  # overtake it, and fill the engine's cache
+    for name in "abcdefghij":  # these requests overtake it, and fill the engine's cache
         both.send(both.process(name))
     both.send(late)
     assert both.processed == list("xabcdefghijx")
@@ -112,7 +116,7 @@ def test_an_image_that_refused_requests_keep_in_the_front_end_alone() -> None:
     both = Between()
     both.send(both.process("x"))
     for name in "abcdefghijkl":
-        both.process("x")  # and refused
+        both.process("x")  # this request is refused
         both.send(both.process(name))
     both.send(both.process("x"))
 
@@ -133,17 +137,19 @@ def test_no_order_of_requests_makes_the_engine_miss_an_image(seed: int) -> None:
     both = Between({name: chance.choice([1, 1, 2, 3, 11]) for name in names})
     waiting: list[Any] = []
     for _ in range(400):
-        what = chance.random()
-        if what < 0.5 or not waiting:
-            own = "".join(chance.choice(names[: chance.choice([3, 23])]) for _ in range(chance.choice([1, 1, 2, 3])))
-            if sum(both.sizes[name] for name in set(own)) <= ROOM:  # vLLM's own front end needs that much room
-                waiting.append(both.process(own))
-        elif what < 0.9:
+        draw = chance.random()
+        if draw < 0.5 or not waiting:
+            image_names = "".join(
+                chance.choice(names[: chance.choice([3, 23])]) for _ in range(chance.choice([1, 1, 2, 3]))
+            )
+            if sum(both.sizes[name] for name in set(image_names)) <= ROOM:  # vLLM's front end needs this much memory
+                waiting.append(both.process(image_names))
+        elif draw < 0.9:
             both.send(waiting.pop(chance.randrange(len(waiting))))
         else:
             waiting.pop(chance.randrange(len(waiting)))
     certain = both.front._held.certain  # type: ignore[attr-defined]
-    assert certain == set(both.engine._cache) and len(certain) > 1  # the account is the engine's cache itself
+    assert certain == set(both.engine._cache) and len(certain) > 1  # the plugin's account equals the engine's cache
     assert list(both.front._held.order) == list(both.engine._cache.order)  # type: ignore[attr-defined]
 
 
@@ -164,10 +170,10 @@ def test_a_request_that_was_perhaps_not_sent() -> None:
 def test_after_a_miss_or_a_reset_nothing_is_taken_for_granted() -> None:
     both = Between()
     both.send(both.process("ab"))
-    both.engine.clear_cache()  # behind the front end's back
+    both.engine.clear_cache()  # the front end does not notice
     with pytest.raises(MultiModalCacheMissError):
         both.send(both.process("a"))
-    both.front.invalidate("a")  # what vLLM's front end does then
+    both.front.invalidate("a")  # as vLLM's front end does after a miss
     both.send(both.process("b"))
     late = both.process("b")
     both.front.clear_cache()
@@ -222,11 +228,11 @@ def test_an_image_that_came_as_a_name_alone_is_left_to_vllm(caplog: pytest.LogCa
 def test_images_are_let_go_once_their_request_is_sent() -> None:
     both = Between()
     both.send(both.process("x"))
-    again = both.process("x")
-    promised = again.mm_features[0].data
-    assert float(promised["pixels"].data[0]) == ord("x")  # whoever looks at it sees the item
-    both.send(again)
-    assert again.mm_features[0].data is None and not promised.data and not vars(promised)["_reprocessing"]
+    second = both.process("x")
+    promised = second.mm_features[0].data
+    assert float(promised["pixels"].data[0]) == ord("x")  # readers see the item
+    both.send(second)
+    assert second.mm_features[0].data is None and not promised.data and not vars(promised)["_reprocessing"]
 
 
 def test_a_server_processes_again_where_it_processes_and_others_may_overtake() -> None:
