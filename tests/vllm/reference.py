@@ -107,7 +107,7 @@ class Reference:
     def generate(
         self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None
     ) -> tuple[list[int], Tensor]:
-        """Do the same with `generate` and a cache: the decoder drops tokens once, at prefill, and all tokens keep their
+        """Do the same with `generate` and a cache. The decoder drops tokens only at prefill, and tokens keep their
         positions.
         """
         inputs = self.inputs(prompt, images)

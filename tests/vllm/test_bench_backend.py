@@ -135,7 +135,7 @@ def test_the_tuner_finds_what_it_finds_with_transformers(engine: OfflineEngine) 
 
 
 def test_prompts_are_those_of_transformers(engine: OfflineEngine) -> None:
-    """Both start with the BOS token, which vLLM's chats leave to the template."""
+    """The prompts start with the BOS token, which vLLM's chats leave to the template."""
     subject, (question, *_) = load_model(device="cpu"), load_heldout(limit=1)
     ids = subject.inputs([question.images], [question.question])["input_ids"][0].tolist()
     assert ids[0] == subject.processor.tokenizer.bos_token_id

@@ -71,9 +71,7 @@ def test_a_folder_that_is_gone_costs_no_request(tmp_path: Path) -> None:
 
 
 def test_others_hear_of_what_comes_and_ends_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other servers see requests of uncounted endpoints and of the engine, and at once a request that is being
-    rendered.
-    """
+    """The shared count includes requests of uncounted endpoints, and at once a request that is being rendered."""
     shared_count, engine_state = SharedCount(tmp_path), SimpleNamespace(running=0)
     monkeypatch.setattr(in_flight, "get_shared_count", lambda: shared_count)
     load = RequestLoad(engine=lambda: SimpleNamespace(get_num_unfinished_requests=lambda: engine_state.running))
@@ -92,7 +90,7 @@ def test_others_hear_of_what_comes_and_ends_elsewhere(tmp_path: Path, monkeypatc
         await asyncio.sleep(0.5)
         assert read_count() == 0
 
-    load.share_count()  # has no effect without an event loop
+    load.share_count()  # without an event loop it returns at once
     asyncio.run(run())
 
 
@@ -115,9 +113,7 @@ STEP = "tokenprune:overload_step"
 def test_the_step_is_that_of_now(
     folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    """The step is current even without new requests, and a reader does not change it. With a shared folder a loop
-    updates it.
-    """
+    """The step is current without new requests, and readers do not change it. A loop updates a shared count."""
     count = SharedCount(tmp_path) if shared else None
     monkeypatch.setattr(in_flight, "get_shared_count", lambda: count)
     monkeypatch.setattr(in_flight.time, "monotonic", lambda: now)

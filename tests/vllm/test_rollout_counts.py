@@ -47,9 +47,7 @@ def test_what_would_be_kept(folder: Callable[[str], Path], name: str, key: str) 
 
 
 def test_a_share_is_reduced_and_the_rest_counted(folder: Callable[[str], Path]) -> None:
-    """A wrong setting is refused in both groups. If a request cannot be counted, it is served, and the failure is
-    counted.
-    """
+    """Wrong settings are refused in both groups. A request that cannot be counted is served and recorded."""
     name, model = "qwen2_5_vl", "split"
     profiles = {"fast": {"keep": 0.11, "rollout": 1.0}, "ocr": {"off": True}}
     front = FrontEnd(folder, name, DIVPRUNE | {"profiles": profiles, "rollout": 0.25, "min_keep": 0.1}, model)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters with pruning, on both of vLLM's model runners: tokens are chosen from the log-probabilities of
-the patched Hugging Face model.
-"""
+"""Sampling parameters with pruning, on both model runners: tokens follow the log-probabilities of the reference."""
 
 from __future__ import annotations
 

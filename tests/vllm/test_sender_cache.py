@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's image caches in the front end and in the engine, with simulated requests that are refused or overtake each
-other.
-"""
+"""vLLM's image caches in the front end and in the engine, with requests that are refused or overtake each other."""
 
 from __future__ import annotations
 
