@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model Runner V2, vLLM's default with Triton, in tests of `make test-vllm`; v2/sitecustomize.py interprets its
-kernels.
-"""
+"""Model Runner V2, vLLM's default with Triton. v2/sitecustomize.py interprets its kernels."""
 
 from __future__ import annotations
 
