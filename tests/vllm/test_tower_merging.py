@@ -28,7 +28,7 @@ TOME = {"method": "tome", "keep": 0.5}
 
 @pytest.fixture(scope="module")
 def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Thresholds calibrated on noise for keep 0.4 and 0.6, and set by hand for 0.5: images need more or fewer merges."""
+    """Thresholds calibrated on noise for keep 0.4 and 0.6, and set by hand for 0.5, for more and fewer merges."""
 
     def get(name: str) -> Path:
         path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
