@@ -7,7 +7,7 @@
 The raw file is benchmarks/results/DEVICE/assisted.jsonl. The shipped models answer in one word, so the script measures
 two things. First, how often the draft and the target answer with the same word. Second, with the end token suppressed,
 the target forwards and the accepted drafts over `--words` words. All answers are compared with unassisted generation.
-Nothing is timed.
+The script does not measure times.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def row(setting: str, served: Sequence[Served]) -> dict[str, Any]:
 
 
 class Client:
-    """Client that asks held-out questions, each time with an image that is in no cache."""
+    """Client that asks held-out questions, each time with a new image."""
 
     def __init__(self, url: str, examples: Sequence[Any], tokens: int) -> None:
         import openai

@@ -91,13 +91,13 @@ def repeated(output: Any, times: int) -> Any:
     return batch_output
 
 
-def answers(subject: Model, asked: Sequence[Sequence[Any]]) -> str:
+def answers(subject: Model, groups: Sequence[Sequence[Any]]) -> str:
     """Return the right answers as a string of 1 and 0.
 
     If patches are packed, all questions about an image are one batch, and the tower runs once per image.
     """
-    flat = [example for questions in asked for example in questions]
-    batches = asked if packed(subject) else [flat[start : start + BATCH] for start in range(0, len(flat), BATCH)]
+    flat = [example for questions in groups for example in questions]
+    batches = groups if packed(subject) else [flat[start : start + BATCH] for start in range(0, len(flat), BATCH)]
     texts: list[str] = []
     for questions in batches:
         inputs = subject.inputs(
@@ -135,10 +135,10 @@ def measured(subject: Model, case: dict[str, Any], sets: dict[str, list[list[Any
     """Return the answers of a case, and the mean share of patches over the tower's blocks."""
     options = {name: case[name] for name in ("score", "layer") if name in case}
     if case["method"] == "unpatched":
-        return {"tower": 1.0, **{name: answers(subject, asked) for name, asked in sets.items()}}
-    how = {"keep": case["keep"], "guard": "off", "processor": subject.processor}
-    with tokenprune.patched(subject.model, case["method"], **how, **options):
-        right = {name: answers(subject, asked) for name, asked in sets.items()}
+        return {"tower": 1.0, **{name: answers(subject, groups) for name, groups in sets.items()}}
+    patch_options = {"keep": case["keep"], "guard": "off", "processor": subject.processor}
+    with tokenprune.patched(subject.model, case["method"], **patch_options, **options):
+        right = {name: answers(subject, groups) for name, groups in sets.items()}
     depth, first = depth_of(subject), case.get("layer")
     if first is None:
         tower = case["keep"] if case["method"] == "downsample" else 1.0
@@ -160,7 +160,7 @@ def main() -> None:
     scores = [score for score in SCORES if score != "detail" or packed(subject)]  # "detail" needs pixels
     header = {
         "record": "header", **subject.environment(), "images": args.images,
-        "questions": {name: sum(map(len, asked)) for name, asked in sets.items()},
+        "questions": {name: sum(map(len, groups)) for name, groups in sets.items()},
     }  # fmt: skip
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if known and any(known[0][name] != header[name] for name in ("weights", "questions")):
