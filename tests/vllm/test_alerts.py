@@ -156,7 +156,7 @@ CASES: dict[str, tuple[Any, Callable[[Server], object]]] = {
 
 @needs_promtool
 @pytest.mark.parametrize("alert", CASES)
-def test_it_fires_and_no_other(folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alert: str) -> None:
+def test_only_this_alert_fires(folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alert: str) -> None:
     setting, happens = CASES[alert]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "offer.json").write_text("{}")
@@ -196,7 +196,7 @@ def test_clients_fire_no_alert(folder: Any, tmp_path: Path, case: str) -> None:
 
 
 @needs_promtool
-def test_a_server_that_is_gone_is_down(tmp_path: Path) -> None:
+def test_deleted_servers_are_down(tmp_path: Path) -> None:
     """Service discovery removes a deleted pod together with its series."""
     server = object.__new__(Server)
     server.place, server.minutes = tmp_path, 20
@@ -205,7 +205,7 @@ def test_a_server_that_is_gone_is_down(tmp_path: Path) -> None:
 
 
 @needs_promtool
-def test_none_fires_where_all_is_well(folder: Any, tmp_path: Path) -> None:
+def test_healthy_servers_fire_no_alert(folder: Any, tmp_path: Path) -> None:
     """No alert fires without requests or with served requests. Without `tokenprune:info` the plugin is off."""
     file = tmp_path / "offer.json"
     file.write_text('{"profiles": {"ocr": {"off": true}, "held": {"keep": 0.5, "rollout": 0.0}}}')

@@ -56,7 +56,7 @@ def test_facts(folder: Callable[[str], Path], setting: Any, setting_text: str, p
     assert facts(config(folder("llava"), setting), v2=True)["runner"] == "v2"
 
 
-def test_hooks_that_do_not_hold_are_left_out(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hooks_are_left_out(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat.HOOKS, "cache", {"vllm.gone:Gone": ""})
     assert facts(config(folder("llava"), DIVPRUNE))["hooks"] == "setting,profiles"
 
@@ -65,7 +65,7 @@ class Engine(SimpleNamespace):
     """Namespace that supports weak references."""
 
 
-def test_an_engine_that_starts_says_so(
+def test_starting_engines_log_their_setting(
     folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert announce.logger.name == "vllm.tokenprune"
@@ -103,7 +103,7 @@ def test_an_engine_that_starts_says_so(
     assert not any(samples(f"tokenprune:{name}_total", "bare") for name in ("visual_tokens", "requests", "refusals"))
 
 
-def test_info_of_before_is_zero() -> None:
+def test_earlier_info_is_zero() -> None:
     model_config = SimpleNamespace(served_model_name="again")
     info = dict.fromkeys(metrics.GAUGES[INFO][1][1:], "x")
     for setting in ("one", "two", "one"):
@@ -113,8 +113,8 @@ def test_info_of_before_is_zero() -> None:
     assert values == {"one": 1, "two": 0}
 
 
-def test_several_processes_inform_as_one(tmp_path: Path) -> None:
-    """Several processes report the same info, like vLLM's API servers."""
+def test_several_processes_report_one_info(tmp_path: Path) -> None:
+    """vLLM's API servers are such processes."""
     code = (
         "from types import SimpleNamespace; from tokenprune.integrations.vllm.frontend import metrics; "
         f"metrics.set_info(SimpleNamespace(served_model_name='m'), dict.fromkeys(metrics.GAUGES['{INFO}'][1][1:], 'x'))"
@@ -127,7 +127,7 @@ def test_several_processes_inform_as_one(tmp_path: Path) -> None:
     assert samples(INFO, "m", registry) == {("x",) * 7: 1}
 
 
-def test_acts_are_done_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_functions_run_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     done: list[Any] = []

@@ -143,7 +143,7 @@ def test_prompts_are_those_of_transformers(engine: OfflineEngine) -> None:
     assert reply.prompt_tokens == len(ids)
 
 
-def test_timed_requests_find_no_cache(engine: OfflineEngine, encoded: list[int]) -> None:
+def test_timed_requests_bypass_the_cache(engine: OfflineEngine, encoded: list[int]) -> None:
     backend, question = VllmBackend(engine, "", 4), load_heldout(limit=1)[0]
     timing = backend.timing(Setting.from_text("pool", 0.25), question, 2)
     assert len(encoded) == 6  # three rounds of two requests
@@ -157,7 +157,7 @@ def test_timed_requests_find_no_cache(engine: OfflineEngine, encoded: list[int])
     assert len(encoded) == 7  # the cache has the image
 
 
-def test_what_an_engine_refuses_is_said(engine: OfflineEngine) -> None:
+def test_refused_requests_raise(engine: OfflineEngine) -> None:
     images = load_heldout(limit=1)[0].images
     with pytest.raises(TokenPruneError, match=r"vLLM rejected a request: .*512"):
         engine.ask([Chat(images, "what " * 600)], {"off": True}, 1)

@@ -80,7 +80,7 @@ def test_the_encoder_gets_what_its_memory_was_measured_for(
     assert encoded == [1, 1]
 
 
-def test_many_at_once_answer_as_alone(engine: Engine, checkpoint: Checkpoint) -> None:
+def test_batched_requests_match_single_requests(engine: Engine, checkpoint: Checkpoint) -> None:
     overrides = [{}, ONE, {"off": True}, {"method": "pool", "keep": 0.5}, {"method": "random", "seed": 2}, VSCAN] * 2
     requests = []
     for i, override in enumerate(overrides):
@@ -99,7 +99,7 @@ def test_many_at_once_answer_as_alone(engine: Engine, checkpoint: Checkpoint) ->
 
 
 @pytest.mark.only_v1("V2 was not tried")
-def test_weights_that_are_read_again(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_reloaded_weights(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     """Reload weights after a sleep of level 2. On a CPU vLLM keeps them, so the test overwrites them."""
     prompt, images = checkpoint.prompt(2), checkpoint.images(2)
     requests = [engine.request(prompt, images, override) for override in ({}, VSCAN)]

@@ -46,7 +46,7 @@ def run_other_server(folder: Path, count: int) -> subprocess.Popen:
     return process
 
 
-def test_numbers_of_processes_that_run_are_added_up(tmp_path: Path) -> None:
+def test_counts_of_running_processes_are_added_up(tmp_path: Path) -> None:
     (tmp_path / "counter_1.db").write_bytes(b"of prometheus")
     shared_count = SharedCount(tmp_path)
     shared_count.write(5)
@@ -60,7 +60,7 @@ def test_numbers_of_processes_that_run_are_added_up(tmp_path: Path) -> None:
     assert shared_count.count_others() == 0
 
 
-def test_a_folder_that_is_gone_costs_no_request(tmp_path: Path) -> None:
+def test_deleted_folder_does_not_fail_requests(tmp_path: Path) -> None:
     folder = tmp_path / "metrics"
     folder.mkdir()
     shared_count = SharedCount(folder)
@@ -70,8 +70,8 @@ def test_a_folder_that_is_gone_costs_no_request(tmp_path: Path) -> None:
     shared_count.write(3)
 
 
-def test_others_hear_of_what_comes_and_ends_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shared count includes requests of uncounted endpoints, and at once a request that is being rendered."""
+def test_shared_count_includes_all_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also requests of uncounted endpoints, and at once a request that is being rendered."""
     shared_count, engine_state = SharedCount(tmp_path), SimpleNamespace(running=0)
     monkeypatch.setattr(in_flight, "get_shared_count", lambda: shared_count)
     load = RequestLoad(engine=lambda: SimpleNamespace(get_num_unfinished_requests=lambda: engine_state.running))
@@ -110,10 +110,10 @@ STEP = "tokenprune:overload_step"
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_step_is_that_of_now(
+def test_step_is_current(
     folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    """The step is current without new requests, and readers do not change it. A loop updates a shared count."""
+    """Also without new requests. Readers do not change the step, and a loop updates a shared count."""
     count = SharedCount(tmp_path) if shared else None
     monkeypatch.setattr(in_flight, "get_shared_count", lambda: count)
     monkeypatch.setattr(in_flight.time, "monotonic", lambda: now)

@@ -167,7 +167,7 @@ def test_alerts_lead_to_the_runbook() -> None:
     assert urls == {"https://docs.example.com/runbook.html"} and len(rules) == 12
 
 
-def test_probes_service_and_scrape_ask_the_port() -> None:
+def test_probes_service_and_scrape_use_the_port() -> None:
     (port,) = CONTAINER["ports"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert CONTAINER[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
@@ -193,7 +193,7 @@ def test_the_servers_command_starts_in_shadow(folder: Any, tmp_path: Path) -> No
     assert offer.rollout("default") == offer.rollout("fast") == 0.0 and offer.on_error("fast") == "full"
 
 
-def test_a_config_map_that_changes_is_read_again(folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_changed_config_map_is_reloaded(folder: Callable[[str], Path], tmp_path: Path) -> None:
     """A cluster replaces the link to the current folder atomically."""
 
     def publish(day: str, text: str) -> None:

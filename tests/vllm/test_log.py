@@ -74,7 +74,7 @@ def test_requests_and_refusals(folder: Callable[[str], Path], caplog: pytest.Log
     assert lines(caplog) == [{"event": "refusal", "reason": "input"}]
 
 
-def test_nothing_is_logged_unless_asked_for(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_log_is_off_by_default(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     front = FrontEnd(folder, "qwen2_5_vl", SETTING)
     front.ask(1)
     with pytest.raises(OptionError, match="does not exist"):
@@ -157,7 +157,9 @@ def isolate_logger(monkeypatch: pytest.MonkeyPatch) -> None:
     log._stderr.cache_clear()
 
 
-def test_lines_go_to_stderr_bare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_go_to_stderr_without_a_prefix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     isolate_logger(monkeypatch)
     log.log_event("request", method="divprune", tokens_in=36)
     out, err = capsys.readouterr()

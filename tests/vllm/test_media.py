@@ -62,7 +62,7 @@ def ask(engine: Engine, index: int, scaled: bool = True) -> dict[str, Any]:
     return engine.request(engine.checkpoint.prompt(1), [image], override)
 
 
-def test_a_hundred_mixed_requests_equal_the_same_alone(engine: Engine) -> None:
+def test_a_hundred_mixed_requests_match_single_requests(engine: Engine) -> None:
     engine.forget()
     batched = engine.generate([ask(engine, index) for index in range(100)])
     engine.forget()
@@ -75,7 +75,7 @@ def test_a_hundred_mixed_requests_equal_the_same_alone(engine: Engine) -> None:
         assert output.outputs[0].token_ids == first.outputs[0].token_ids
 
 
-def test_the_prompt_is_that_of_a_complete_image(engine: Engine, reference: Any) -> None:
+def test_prompt_matches_the_complete_image(engine: Engine, reference: Any) -> None:
     """For "off", the answer equals the reference's answer for the complete image."""
     reference_model, prompt = reference("qwen2_5_vl"), engine.checkpoint.prompt(1)
     for index in range(len(OVERRIDES)):
@@ -130,7 +130,7 @@ def test_damaged_files_are_refused_as_by_vllm(engine: Engine, damage: str) -> No
         fetch(engine.llm.model_config, data, {"max_visual_tokens": 4})
 
 
-def test_the_limit_of_pixels_holds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_of_pixels_applies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.envs as envs
 
     monkeypatch.setattr(envs, "VLLM_MAX_IMAGE_PIXELS", 1000, raising=False)
@@ -180,16 +180,14 @@ def test_rules_of_the_server(folder: Callable[..., Any]) -> None:
         process_prompt(mm_processor, prompt, images, {"max_visual_tokens": 4})
 
 
-def test_a_line_where_the_hook_is_missing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_hook_logs_a_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(compat.HOOKS, "media", {"vllm.multimodal.media:NO_SUCH_REGISTRY": ""})
     with caplog.at_level(logging.WARNING):
         plugin._decode_small()
     assert [record.message for record in caplog.records if "full size" in record.message]
 
 
-def test_a_line_where_messages_are_parsed_in_another_way(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_message_parser_logs_a_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
     from tokenprune.integrations.vllm.frontend import media

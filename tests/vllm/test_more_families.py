@@ -106,7 +106,7 @@ def test_family(start: Callable[..., Engine], reference: Any, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_units_leave_where_the_table_says(name: str, folder: Any) -> None:
+def test_unit_dropping_matches_the_table(name: str, folder: Any) -> None:
     """The answers match docs/reference/families.md; test_tower.py tests the units."""
     drop, setting = tokenprune.method("towerdrop", layer=1), {"method": "towerdrop", "keep": 0.4, "layer": 1}
     served = config(folder(name))
@@ -136,7 +136,7 @@ def list_run_lengths(tokens: list[int], token: int) -> list[int]:
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
-def test_what_the_front_end_writes(paper: Paper, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_the_front_end(paper: Paper, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     model_config = config(paper.write(tmp_path), DIVPRUNE, trust_remote_code=True, limit_mm_per_prompt={"image": 2})
@@ -185,7 +185,7 @@ def test_others_are_refused_with_the_reason() -> None:
         family_of(SimpleNamespace(architecture="Fresh"))
 
 
-def test_names_are_those_of_vllm() -> None:
+def test_names_exist_in_vllm() -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
     assert set(SERVED) | set(REFUSED_IN_VLLM) <= set(ModelRegistry.models)

@@ -50,7 +50,7 @@ def test_it_is_served_in_full_or_refused(folder: Callable[[str], Path], caplog: 
     assert samples("tokenprune:requests_total", "falling") == {("key", "request"): 1, ("default", "default"): 1}
 
 
-def test_by_itself_it_is_refused(folder: Callable[[str], Path]) -> None:
+def test_default_refuses_the_request(folder: Callable[[str], Path]) -> None:
     ask = FrontEnd(folder, NAME, DIVPRUNE, "refusing it").ask
     for prompt, says in (
         (ENDS, "ends with an image"),
@@ -64,7 +64,7 @@ def test_by_itself_it_is_refused(folder: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("method", ["divprune", "dynres", "pixelprune", ["downsample", "uniform"]])
 @pytest.mark.parametrize("size", [(1, 1), (1, 450), (3, 900), (2000, 2)])
-def test_no_image_of_a_clients_is_a_methods_failure(
+def test_images_of_clients_cause_no_method_failure(
     folder: Callable[[str], Path], method: Any, size: tuple[int, int]
 ) -> None:
     """Images of any size are served, refused as an input, or refused by vLLM."""
@@ -108,7 +108,7 @@ def test_a_methods_own_error(folder: Callable[[str], Path], stage: str, monkeypa
         assert samples("tokenprune:shadow_requests_total", f"{model} shadow") == {("failed", "default"): 1}
 
 
-def test_an_error_of_vllm_is_its_own(folder: Callable[[str], Path]) -> None:
+def test_errors_of_vllm_are_not_counted(folder: Callable[[str], Path]) -> None:
     ask = FrontEnd(folder, NAME, DIVPRUNE | {"on_error": "full"}, "not ours").ask
     with pytest.raises(Exception) as caught:
         ask(1, prompt="no place for an image")

@@ -66,7 +66,7 @@ def test_videos_keep_their_size(engine: Engine, reference: Any, checkpoint: Chec
         engine.generate([engine.request(prompt, images, SETTINGS["downsample"], videos)])
 
 
-def test_caches_tell_settings_apart(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_caches_separate_settings(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     """Settings with equal numbers of placeholders share no cache entries; equal settings share all entries."""
     engine.forget()
     prompt, images = checkpoint.prompt(1, "what is it, and where, and why? " * 2), photos(checkpoint)[:1]
@@ -92,7 +92,7 @@ UNITS = [
 ]
 
 
-def test_units_that_repeat_leave_ahead_of_the_tower(
+def test_repeated_units_are_dropped_before_the_tower(
     engine: Engine, reference: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not checkpoint.mrope:

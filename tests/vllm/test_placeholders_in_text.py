@@ -16,7 +16,7 @@ IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_off_is_what_vllm_has(start: Callable[..., Engine], name: str) -> None:
+def test_off_matches_vllm(start: Callable[..., Engine], name: str) -> None:
     checkpoint = CHECKPOINTS[name]
     prompts = [
         (1, checkpoint.prompt(1, f"what does {IMAGE} mean? ")),

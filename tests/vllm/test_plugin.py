@@ -28,7 +28,7 @@ from tokenprune.integrations.vllm.worker import runner
 from tokenprune.models.families import SERVED
 
 
-def test_every_hook_is_there() -> None:
+def test_all_hooks_exist() -> None:
     assert compat.missing_hooks("weights", "setting", "worker") == []
     assert compat.vllm_version() == compat.TESTED
 
@@ -61,7 +61,7 @@ def test_an_untested_version_is_refused_only_with_a_setting(folder: Any, monkeyp
     config(folder("llava"), DIVPRUNE)
 
 
-def test_the_installed_vllm_has_the_code_that_other_versions_are_compared_with() -> None:
+def test_installed_vllm_matches_the_recorded_code() -> None:
     dev = Path(__file__).parents[2] / "dev"
     command = [
         sys.executable,
@@ -87,7 +87,7 @@ def test_other_runners_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         runner.prepare_runner(vllm_config)
 
 
-def test_sources_tell_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_read_from_source_match_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script that reads the source of other versions agrees with Python's view of this version."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "dev"))
     import vllm
@@ -196,7 +196,7 @@ def test_compiled_or_captured_tower_is_refused(option: str) -> None:
         ("", "speculative_config", object(), "Start without --speculative-config"),
     ],
 )
-def test_what_does_not_go_with_original_positions(part: str, name: str, value: Any, says: str) -> None:
+def test_unsupported_options_with_original_positions(part: str, name: str, value: Any, says: str) -> None:
     """Models with renumbered positions on one axis support both."""
     vllm_config = SimpleNamespace(
         lora_config=None,
@@ -243,7 +243,7 @@ def write_checkpoint(plain: Path, folder: Path, setting: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_the_setting_may_stand_in_the_checkpoint(folder: Any, tmp_path: Path) -> None:
+def test_checkpoint_may_contain_the_setting(folder: Any, tmp_path: Path) -> None:
     write_checkpoint(folder("llava"), tmp_path, {"method": "random", "keep": 0.3, "seed": 5})
     from_checkpoint = config(tmp_path).multimodal_config
     assert from_checkpoint.tokenprune == {"method": "random", "keep": 0.3, "seed": 5}
@@ -253,7 +253,7 @@ def test_the_setting_may_stand_in_the_checkpoint(folder: Any, tmp_path: Path) ->
     assert not hasattr(config(folder("llava")).multimodal_config, "tokenprune")
 
 
-def test_profiles_stand_over_checkpoint_and_server(folder: Any, tmp_path: Path) -> None:
+def test_profiles_override_checkpoint_and_server(folder: Any, tmp_path: Path) -> None:
     """One profile is a file. With profiles only, the server itself does not prune."""
     write_checkpoint(folder("llava"), tmp_path, {"method": "random", "keep": 0.3, "seed": 5, "min_keep": 0.05})
     tuned = write_tuned_file(tmp_path / "tuned.json", {"method": "pool", "keep": 0.2})
@@ -277,7 +277,7 @@ def write_tuned_file(path: Path, setting: dict[str, Any], model_type: str = "lla
 
 @pytest.mark.parametrize("key", ["config", None])
 @pytest.mark.parametrize("source", ["kwargs", "overrides"])
-def test_a_tuned_file_is_the_setting_that_it_holds(
+def test_tuned_file_is_used_as_the_setting(
     folder: Any, tmp_path: Path, source: str, key: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = str(write_tuned_file(tmp_path / "tokenprune.json", DIVPRUNE))
@@ -367,7 +367,7 @@ def test_memory_of_a_modality_is_measured_alone(folder: Any, name: str) -> None:
         assert len(inputs["mm_placeholders"][modality]) == 1
 
 
-def test_placeholders_that_would_mislead_are_refused(start: Callable[..., Engine]) -> None:
+def test_ambiguous_placeholders_are_refused(start: Callable[..., Engine]) -> None:
     engine = start("qwen2_vl", DIVPRUNE)
     images = CHECKPOINTS["qwen2_vl"].images(2)
     with pytest.raises(OptionError, match="start and end tags"):
@@ -380,7 +380,7 @@ def test_placeholders_that_would_mislead_are_refused(start: Callable[..., Engine
     engine.generate([engine.request("what? <|image_pad|>", images[:1], {"off": True})])
 
 
-def test_vllm_is_loaded_nowhere_else() -> None:
+def test_package_does_not_import_vllm() -> None:
     code = "import sys, tokenprune, tokenprune.cli; tokenprune.available_methods(); assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert VOCABULARY > 256

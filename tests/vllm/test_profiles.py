@@ -56,7 +56,7 @@ def test_requests_choose_by_name_and_by_key(server: Server, reference: Any) -> N
     assert len({rest for _, rest in lengths}) == 1 and len(lengths) == 4
 
 
-def test_other_ways_to_ask(server: Server) -> None:
+def test_responses_and_messages_endpoints(server: Server) -> None:
     url = data_url(*image(0))
     part = {"type": "input_image", "image_url": url, "detail": "auto"}
     response = {"max_output_tokens": 1, "input": [{"role": "user", "content": [part]}]}
@@ -87,7 +87,7 @@ def logged(server: Server, request: str) -> list[dict[str, Any]]:
     return [event for event in server.events() if event.get("request") == request and event["event"] != "selection"]
 
 
-def test_answers_say_what_served_them(server: Server) -> None:
+def test_answers_report_their_setting(server: Server) -> None:
     chat, body = "/v1/chat/completions", {"messages": write_messages(image(3))}
     expected = {"profile": "half", "by": "name", "method": "divprune", "keep": 0.5, "images": 1, "videos": 0,
              "tokens_in": 35, "tokens_out": 18}  # fmt: skip
@@ -142,7 +142,9 @@ def test_answers_say_what_served_them(server: Server) -> None:
         ({"media_io_kwargs": {"image": {"mode": "L"}}, "model": "tiny:fast"}, "disabled by default"),
     ],
 )
-def test_all_else_is_refused(server: Server, reference: Any, request_arguments: dict[str, Any], says: str) -> None:
+def test_other_arguments_are_refused(
+    server: Server, reference: Any, request_arguments: dict[str, Any], says: str
+) -> None:
     """HTTP 400, with and without an image. No other processor argument is accepted."""
     for images in (image(0), []):
         with pytest.raises(openai.BadRequestError) as caught:
@@ -151,7 +153,7 @@ def test_all_else_is_refused(server: Server, reference: Any, request_arguments: 
     check(ask(server, image(0), "what? "), reference, image(0), "what? ", None)
 
 
-def test_a_profile_shares_all_with_itself(server: Server) -> None:
+def test_repeated_profiles_hit_the_cache(server: Server) -> None:
 
     def hits(**request_arguments: Any) -> float:
         before = sum(server.counted("vllm:mm_cache_hits_total").values())
@@ -227,7 +229,7 @@ def test_profiles_are_counted(server: Server) -> None:
     assert 3 <= sum(selected.values()) < 60 and 0 < sum(seconds.values()) < CALL
 
 
-def test_the_log_says_what_was_counted(server: Server) -> None:
+def test_log_matches_the_counters(server: Server) -> None:
     lines = server.events()
     requests = [line for line in lines if line["event"] == "request"]
     for profile in [*PROFILES, "default"]:
@@ -249,7 +251,7 @@ def test_the_log_says_what_was_counted(server: Server) -> None:
     assert "profile" not in {key for line in lines if line["event"] == "refusal" for key in line}
 
 
-def test_the_check_finds_it_on(server: Server) -> None:
+def test_check_reports_the_plugin(server: Server) -> None:
     """The check reads the header of an answer, because requests cannot choose here."""
     result = serve_check.check(serve_check.RemoteServer(server.url, timeout=CALL))
     assert result.code == 0 and "is loaded, setting divprune 0.25, profiles half, fast, ocr" in result.lines[0]

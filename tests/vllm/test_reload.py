@@ -60,7 +60,7 @@ def count_image_tokens(engine: Any, override: Any) -> int:
     return engine.front.count(1, override, cached=False)
 
 
-def test_the_file_is_taken(engine: Any, file: Path) -> None:
+def test_reload_applies_the_file(engine: Any, file: Path) -> None:
     model_config = engine.vllm_config.model_config
     offer = get_server_config(model_config)
     assert offer.names == ["fast"] and offer.rules["default"].min_keep == 0.1
@@ -130,7 +130,7 @@ def test_images_that_cannot_be_smaller_are_refused_as_at_the_start(folder: Calla
     assert asyncio.run(reload.reload(engine)) is False and get_server_config(model_config) is before
 
 
-def test_a_profile_that_has_left_is_served_for_a_minute(
+def test_removed_profile_is_served_for_a_minute(
     engine: Any, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Requests by key or name get its old value, with one line in the log. Profiles that changed apply at once."""
@@ -173,9 +173,7 @@ def test_a_profile_that_has_left_is_served_for_a_minute(
     assert count_image_tokens(engine, {"profile": "fast"}) == before["slow"]
 
 
-def test_a_request_on_its_way_goes_by_what_it_chose_from(
-    engine: Any, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_request_keeps_its_profile(engine: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its cache key to its plan, a request uses the profile that it chose, even if that profile is removed."""
     choice = engine.front.choose({"profile": "fast"}, by="name")
     before = count_image_tokens(engine, {"profile": "fast"})
@@ -192,7 +190,7 @@ def test_a_request_on_its_way_goes_by_what_it_chose_from(
     )
 
 
-def test_a_signal_reads_it(engine: Any, file: Path) -> None:
+def test_signal_triggers_a_reload(engine: Any, file: Path) -> None:
     async def main() -> None:
         reload.handle_reloads(engine)
         file.write_text(json.dumps(LESS))
@@ -278,7 +276,7 @@ def test_only_a_server_with_a_file_listens(folder: Callable[[str], Path], engine
         ({"profiles": {}, "methods": ["pool"]}, "methods, profiles belongs in the reload file"),
     ],
 )
-def test_a_key_stands_in_one_place(folder: Callable[[str], Path], file: Path, more: Any, says: str) -> None:
+def test_key_in_setting_and_file_is_refused(folder: Callable[[str], Path], file: Path, more: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         config(folder("llava"), DIVPRUNE | {"reload": str(file)} | more)
     for bad in (3, "", None):

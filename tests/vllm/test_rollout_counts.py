@@ -32,7 +32,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "key"), CASES)
-def test_what_would_be_kept(folder: Callable[[str], Path], name: str, key: str) -> None:
+def test_shadow_counts_match(folder: Callable[[str], Path], name: str, key: str) -> None:
     pruned_name, shadow_name = f"real-{name}-{key}", f"shadow-{name}-{key}"
     pruned_front = FrontEnd(folder, name, SETTINGS[key], pruned_name)
     shadow_front = FrontEnd(folder, name, SETTINGS[key] | {"rollout": 0.0}, shadow_name)
@@ -46,7 +46,7 @@ def test_what_would_be_kept(folder: Callable[[str], Path], name: str, key: str) 
     assert samples(TOTAL, shadow_name).keys() == {("1", "off", stage) for stage in ("in", "out")}
 
 
-def test_a_share_is_reduced_and_the_rest_counted(folder: Callable[[str], Path]) -> None:
+def test_rollout_prunes_a_share_of_requests(folder: Callable[[str], Path]) -> None:
     """Wrong settings are refused in both groups. A request that cannot be counted is served and recorded."""
     name, model = "qwen2_5_vl", "split"
     profiles = {"fast": {"keep": 0.11, "rollout": 1.0}, "ocr": {"off": True}}
@@ -72,7 +72,7 @@ def test_a_share_is_reduced_and_the_rest_counted(folder: Callable[[str], Path]) 
     assert sum(requests.values()) == 6 and front.model_config.served_model_name == model
 
 
-def test_sides_share_nothing_and_each_shares_with_itself(folder: Callable[[str], Path]) -> None:
+def test_groups_have_separate_cache_entries(folder: Callable[[str], Path]) -> None:
     front = FrontEnd(folder, "qwen2_5_vl", DIVPRUNE | {"rollout": 0.5}, "sides")
 
     def hashes(override: Any, lot: float) -> str:

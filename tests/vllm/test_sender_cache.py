@@ -98,7 +98,7 @@ class Between:
         await asyncio.sleep(0)
 
 
-def test_an_image_that_the_engine_let_go_between_processing_and_sending() -> None:
+def test_image_evicted_between_processing_and_sending() -> None:
     both = Between()
     both.send(both.process("x"))
     late = both.process("x")  # only its hash is sent
@@ -110,7 +110,7 @@ def test_an_image_that_the_engine_let_go_between_processing_and_sending() -> Non
     assert "x" in both.engine._cache
 
 
-def test_an_image_that_refused_requests_keep_in_the_front_end_alone() -> None:
+def test_image_kept_only_in_the_front_end_by_refused_requests() -> None:
     both = Between()
     both.send(both.process("x"))
     for name in "abcdefghijkl":
@@ -151,7 +151,7 @@ def test_no_order_of_requests_makes_the_engine_miss_an_image(seed: int) -> None:
     assert list(both.front._held.order) == list(both.engine._cache.order)  # type: ignore[attr-defined]
 
 
-def test_a_request_that_was_perhaps_not_sent() -> None:
+def test_failed_send_makes_images_uncertain() -> None:
     both = Between()
     both.send(both.process("x"))
 
@@ -165,7 +165,7 @@ def test_a_request_that_was_perhaps_not_sent() -> None:
     both.send(both.process("yx"))
 
 
-def test_after_a_miss_or_a_reset_nothing_is_taken_for_granted() -> None:
+def test_miss_or_reset_makes_images_uncertain() -> None:
     both = Between()
     both.send(both.process("ab"))
     both.engine.clear_cache()  # the front end does not notice
@@ -180,7 +180,7 @@ def test_after_a_miss_or_a_reset_nothing_is_taken_for_granted() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_reported_miss_is_heard_before_vllm_acts_on_it(asynchronous: bool) -> None:
+def test_reported_miss_is_handled_before_vllm_handles_it(asynchronous: bool) -> None:
     """vLLM 0.33 only queues the report, and drops it if the front end's cache no longer holds the image."""
     both = Between()
     both.send(both.process("ab"))
@@ -211,7 +211,7 @@ def test_a_miss_in_an_engine_of_this_process_makes_every_item_uncertain() -> Non
     assert both.processed == ["a", "b", "b"]
 
 
-def test_an_image_that_came_as_a_name_alone_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
+def test_image_known_only_by_name_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
     both = Between()
     both.send(both.process("x"))
     late = both.process("x")
@@ -223,7 +223,7 @@ def test_an_image_that_came_as_a_name_alone_is_left_to_vllm(caplog: pytest.LogCa
     assert "cannot process an image again" in caplog.text
 
 
-def test_images_are_let_go_once_their_request_is_sent() -> None:
+def test_images_are_released_after_their_request_is_sent() -> None:
     both = Between()
     both.send(both.process("x"))
     second = both.process("x")
@@ -233,7 +233,7 @@ def test_images_are_let_go_once_their_request_is_sent() -> None:
     assert second.mm_features[0].data is None and not promised.data and not vars(promised)["_reprocessing"]
 
 
-def test_a_server_processes_again_where_it_processes_and_others_may_overtake() -> None:
+def test_server_reprocesses_in_its_processing_thread() -> None:
     async def run() -> None:
         with ThreadPoolExecutor(1, thread_name_prefix="processing") as executor:
             both = Between(executor=executor)

@@ -52,7 +52,7 @@ def test_a_batch_of_settings(engine: Engine, reference: Any, checkpoint: Checkpo
     assert lengths["none by age"] < lengths["server"] < lengths["off"], lengths
 
 
-def test_requests_of_other_lengths_at_once(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_batch_of_different_lengths(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     images = checkpoint.images(5, seed=20)
     engine.check(reference, [(chat(checkpoint, count), images[:count]) for count in (5, 1, 3, 2)])
 
@@ -63,7 +63,7 @@ def compute_kept(counts: list[int]) -> list[int]:
     return [round(count * 0.5) if index + 2 < num_complete else count for index, count in enumerate(counts)]
 
 
-def test_a_chat_computes_again_what_follows_an_image_that_aged(
+def test_only_aged_images_are_encoded_again(
     engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
 ) -> None:
     """Only aged images are encoded again, and the prefix cache is valid up to the first aged image."""
@@ -107,7 +107,7 @@ def build_ask(folder: Callable[[str], Path], name: str, setting: Any, model: str
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
-def test_an_image_is_to_caches_what_it_is_at_its_age(folder: Callable[[str], Path], name: str) -> None:
+def test_caches_separate_images_by_age(folder: Callable[[str], Path], name: str) -> None:
     """Cached images do not change the result, and requests with one budget for all images share cached images."""
     ask = build_ask(folder, name, SERVER, f"ages-{name}")
     images = CHECKPOINTS[name].images(5)
@@ -150,7 +150,7 @@ def test_images_named_by_a_client(folder: Callable[[str], Path]) -> None:
         ({"keep": {"keep": 0.1, "age": [[0, 1.0], [1, 0.5]]}}, 0, "keep=0.05 of an image of age 1 is below min_keep"),
     ],
 )
-def test_what_cannot_be_is_refused(folder: Callable[[str], Path], override: Any, videos: int, says: str) -> None:
+def test_unsupported_requests_are_refused(folder: Callable[[str], Path], override: Any, videos: int, says: str) -> None:
     ask = build_ask(folder, "qwen2_5_vl", SERVER | {"min_keep": 0.1}, "refusing-ages")
     with pytest.raises(ValueError) as caught:
         ask(CHECKPOINTS["qwen2_5_vl"].images(2), override, videos=videos)

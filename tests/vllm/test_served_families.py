@@ -45,7 +45,7 @@ def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) 
     engine.check(reference, checkpoint.cases((2, {}), (3, {"method": "pool", "keep": 0.4}), (3, {"keep": 5})))
 
 
-def test_a_video_beside_a_image(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_video_and_image(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.video is None:
         pytest.skip(f"{checkpoint.name} takes no video here")
     overrides = [{"off": True}, {}, {"method": "uniform", "keep": 20}, {"method": "pool", "keep": 0.3}]

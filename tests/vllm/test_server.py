@@ -86,7 +86,7 @@ def test_requests_override_the_server(server: Server, reference: Any) -> None:
         ({"method": "view_select"}, "needs all images of a prompt"),
     ],
 )
-def test_bad_input_is_answered(server: Server, reference: Any, override: Any, says: str) -> None:
+def test_bad_settings_are_refused(server: Server, reference: Any, override: Any, says: str) -> None:
     """With HTTP 400, and the server continues. tests/unit/vllm/test_serving.py has all refusals."""
     images = CHECKPOINTS[NAME].images(1)
     with pytest.raises(openai.BadRequestError) as caught:
@@ -104,7 +104,7 @@ def post_setting(server: Server, setting: str, model: str = "tiny") -> int:
     return status
 
 
-def test_a_request_names_no_file(server: Server, reference: Any, tmp_path: Path) -> None:
+def test_files_in_requests_are_refused(server: Server, reference: Any, tmp_path: Path) -> None:
     """At any level of a setting. Reading a pipe would block, and the error must not reveal whether a file exists."""
     os.mkfifo(tmp_path / "pipe")
     messages = set()
@@ -164,7 +164,7 @@ def test_random_nested_settings(server: Server, reference: Any) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"keep": 7.0}, {"method": "divprun"}, {"method": "fastv"}, {"profile": "fsat"}, [1], "divprune"]
 )
-def test_a_wrong_setting_is_refused_beside_text_alone(server: Server, wrong: Any) -> None:
+def test_wrong_setting_is_refused_with_text_only(server: Server, wrong: Any) -> None:
     messages = []
     for images in (CHECKPOINTS[NAME].images(1), []):
         with pytest.raises(openai.BadRequestError) as caught:
@@ -207,7 +207,7 @@ def test_visual_tokens_are_counted(server: Server) -> None:
     assert added(refused) == {"in": 0, "out": 0}
 
 
-def test_the_benchmark_asks_it(server: Server, reference: Any) -> None:
+def test_benchmark_of_a_server(server: Server, reference: Any) -> None:
     engine = ServerEngine(f"{server.url}/v1", "tiny")
     images = [CHECKPOINTS[NAME].images(1, seed=seed)[0] for seed in (30, 33, 36)]  # of equal size
     questions = [

@@ -75,7 +75,7 @@ def params(steps: int) -> Any:
 
 
 @pytest.mark.parametrize("name", TAGS)
-def test_images_that_come_one_by_one_are_answered_as_one_prompt(name: str) -> None:
+def test_streamed_images_match_one_prompt(name: str) -> None:
     """A question stays in the stream, with its answer except for the last token."""
     stop()
     model = MODELS["demo_vlm"].parent / name
@@ -124,7 +124,7 @@ def same(first: list[tuple[int, dict[int, float]]], second: list[tuple[int, dict
             assert first_logprobs[token] == pytest.approx(second_logprobs[token], abs=1e-4)
 
 
-def test_what_the_page_says_is_lacking() -> None:
+def test_features_that_vllm_lacks() -> None:
     """Update docs/guides/chats.md if vLLM adds one: sessions can then support more."""
     from vllm.engine.protocol import StreamingInput
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -51,7 +51,7 @@ def choose(
     return profiles.choose_profile(override, offer, model, "tiny", lambda: load, allowed)
 
 
-def test_who_chooses() -> None:
+def test_priority_of_choices() -> None:
     """A request's choice has priority over the caller's profile, which has priority over the load and the default."""
     fast = ("fast", "ocr")
     assert choose({}, None) == ({}, "default") and choose({}, ("default",)) == ({}, "default")
@@ -122,8 +122,8 @@ def test_endpoints_without_profiles_refuse_a_caller_that_has_one(model_config: A
     assert {labels: value for labels, value in counted.items() if value} == {("caller",): 5, ("setting",): 2}
 
 
-def test_without_the_header_nobody_is_told_apart(folder: Callable[[str], Path], monkeypatch: Any) -> None:
-    """A server with such a rule then does not start. A program that calls `LLM(...)` does not have callers."""
+def test_missing_header_hook_stops_the_server(folder: Callable[[str], Path], monkeypatch: Any) -> None:
+    """Only if a rule needs the header. A program that calls `LLM(...)` does not have callers."""
     monkeypatch.setitem(compat.HOOKS, "header", {"vllm.gone:Gone": ""})
     monkeypatch.setattr(answers, "is_server", lambda: False)  # another test of this process may have set it
     config(folder(NAME), DIVPRUNE | OFFER)
@@ -174,7 +174,7 @@ def ask(server: Server, *keys: str, model: str = "tiny", seed: int = 0, id: str 
     return {"method": method} | dict(part.split("=") for part in rest)
 
 
-def test_the_operator_decides(server: Server) -> None:
+def test_callers_get_their_profiles(server: Server) -> None:
     for key, model, profile, by in (
         (ALICE, "tiny", "fast", "caller"), (ALICE, "tiny:ocr", "ocr", "name"), (ALICE, "tiny:fast", "fast", "name"),
         (BOB, "tiny", "half", "caller"), (CAROL, "tiny", "default", "default"),
@@ -191,7 +191,7 @@ def test_the_operator_decides(server: Server) -> None:
     assert server.counted("tokenprune:refusals_total")['model_name="tiny",reason="caller"'] == 6
 
 
-def test_who_may_what_changes_while_it_runs(server: Server, offer_file: Path) -> None:
+def test_reload_changes_the_callers(server: Server, offer_file: Path) -> None:
     callers = {"profiles": {digest(ALICE): "half"}, "others": []}
     reload(server, offer_file, OFFER | {"callers": callers})
     assert ask(server, ALICE)["profile"] == "half"
@@ -202,7 +202,7 @@ def test_who_may_what_changes_while_it_runs(server: Server, offer_file: Path) ->
     assert ask(server, ALICE)["profile"] == "fast"
 
 
-def test_step_by_step(server: Server, offer_file: Path) -> None:
+def test_rollout_in_steps(server: Server, offer_file: Path) -> None:
     ids = [f"request-{index}" for index in range(6)]
     reduced = {id for id in ids if draw_lot(id) < 0.5}
     assert 0 < len(reduced) < len(ids)

@@ -192,7 +192,7 @@ def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) 
     engine.check(reference, checkpoint.cases(*cases))
 
 
-def test_a_video_beside_a_image(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_video_and_image(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.video is None:
         pytest.skip(f"{checkpoint.name} takes no video here")
     engine.check(reference, [checkpoint.video_case(override) for override in ({}, {"method": "seer", "keep": 0.3})])

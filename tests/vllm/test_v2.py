@@ -28,7 +28,7 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engi
     return start(request.param, DIVPRUNE, max_num_batched_tokens=CHUNK, num_gpu_blocks_override=16, max_model_len=480)
 
 
-def test_these_tests_run_through_it(engine: Engine) -> None:
+def test_engine_uses_v2(engine: Engine) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -50,9 +50,7 @@ def test_mixed_requests_and_once_more_from_the_prefix_cache(
     assert all(output.num_cached_tokens >= BLOCK for output in outputs)
 
 
-def test_requests_that_are_read_again(
-    engine: Engine, reference: Any, checkpoint: Checkpoint, preempted: list[str]
-) -> None:
+def test_recomputed_requests(engine: Engine, reference: Any, checkpoint: Checkpoint, preempted: list[str]) -> None:
     """Recomputed prompts contain a part of the answer."""
     if not checkpoint.mrope:
         pytest.skip("positions of one axis are vLLM's own")

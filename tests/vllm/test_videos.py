@@ -46,7 +46,7 @@ def clip(checkpoint: Checkpoint, frames: int = 6, seed: int = 0) -> Any:
     return pixels, metadata | {"video_backend": "opencv", "do_sample_frames": False}
 
 
-def test_a_batch_of_every_method_with_an_image_beside(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_batch_of_every_method_with_an_image(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     """The second round uses the prefix cache."""
     prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.images(1), [clip(checkpoint)]
     overrides = [{"off": True}, *({"method": name, "keep": 0.4} for name in METHODS), *FIRST_CUTS]
@@ -58,7 +58,7 @@ def test_a_batch_of_every_method_with_an_image_beside(engine: Engine, reference:
     assert len(set(lengths)) == 1 and lengths[0] < num_unpruned
 
 
-def test_videos_of_other_lengths_and_images_alone(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_batch_of_different_lengths_and_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     cases = [([clip(checkpoint, frames, seed=frames)], []) for frames in (2, 4, 8)] + [([], checkpoint.images(2))]
     prompts = [checkpoint.prompt(len(images), f"case {i}? ", bool(v)) for i, (v, images) in enumerate(cases)]
     requests = [(prompt, images, None, videos) for prompt, (videos, images) in zip(prompts, cases, strict=True)]
@@ -69,7 +69,7 @@ def test_videos_of_other_lengths_and_images_alone(engine: Engine, reference: Any
         engine.compare(reference, output, prompt, images, {} if videos else {"off": True}, videos)
 
 
-def test_what_cannot_be_served_is_said(engine: Engine, checkpoint: Checkpoint) -> None:
+def test_unsupported_budget_raises(engine: Engine, checkpoint: Checkpoint) -> None:
     request = engine.request(checkpoint.prompt(0, video=True), [], {"per": "frame"}, [clip(checkpoint)])
     with pytest.raises(ValueError, match="evs compares the frames of a video, so the whole video has one budget"):
         engine.generate([request])
