@@ -119,7 +119,7 @@ def reference(folder: Callable[[str], Path]) -> Callable[[str], Reference]:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Disable explicit garbage collection.
 
     vLLM collects eight times per engine, each time over all objects of this process, which takes a tenth of the run.
@@ -142,7 +142,7 @@ class Engine:
         kwargs = options.pop("mm_processor_kwargs", {}) | ({} if setting is None else {"tokenprune": setting})
         limits = {"image": 3} | ({"video": 1} if self.checkpoint.video else {})
         options = OPTIONS | {"limit_mm_per_prompt": limits} | options
-        with uncollected():
+        with without_collection():
             self.llm = LLM(str(folder), mm_processor_kwargs=kwargs or None, **options)
 
     def request(
@@ -180,7 +180,7 @@ class Engine:
         reference_model, steps = reference(self.checkpoint.name), len(output.outputs[0].token_ids)
         setting, prompt = self.resolve(override), self.checkpoint.before + prompt
         try:
-            same(output, *reference_model.greedy(prompt, images, steps, setting, videos, self.original))
+            check_same(output, *reference_model.greedy(prompt, images, steps, setting, videos, self.original))
         except AssertionError as error:
             raise AssertionError(f"{setting}: {error}") from error
 
@@ -208,11 +208,11 @@ class Engine:
     def close(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        with uncollected():
+        with without_collection():
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm
         gc.collect()
-        with uncollected():
+        with without_collection():
             cleanup_dist_env_and_memory()
 
 
@@ -237,7 +237,7 @@ def stop() -> None:
         _running.pop().close()
 
 
-def same(output: Any, tokens: list[int], logprobs: torch.Tensor, tolerance: float = 1e-4) -> float:
+def check_same(output: Any, tokens: list[int], logprobs: torch.Tensor, tolerance: float = 1e-4) -> float:
     """Compare tokens and the log-probabilities of the five likeliest with a reference; return the largest gap."""
     answer = output.outputs[0]
     assert list(answer.token_ids) == tokens

@@ -20,7 +20,7 @@ from reference import Reference
 _LINEAR = re.compile(r"language_model\..*layers\.\d+\.(self_attn|mlp)\.\w+_proj")
 _GROUP = 32
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # order of eight values in AWQ
-_WHOLE = ["vision_tower", "multi_modal_projector", "lm_head"]
+_UNQUANTIZED = ["vision_tower", "multi_modal_projector", "lm_head"]
 
 
 def int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -37,7 +37,7 @@ def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     scale = ((high - low) / 15).half().float()
     zero = (-low / scale).round().clamp(0, 15)
     quantized = ((inputs / scale).round() + zero).clamp(0, 15)
-    stored = {"qweight": _packed(quantized.flatten(0, 1)), "qzeros": _packed(zero[:, 0]), "scales": scale[:, 0].half()}
+    stored = {"qweight": _pack(quantized.flatten(0, 1)), "qzeros": _pack(zero[:, 0]), "scales": scale[:, 0].half()}
     return stored, ((quantized - zero) * scale).flatten(0, 1).T.contiguous()
 
 
@@ -48,20 +48,20 @@ def gptq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     quantized = ((inputs / scale).round() + 8).clamp(0, 15)
     zeros = torch.full_like(scale[:, 0], 7)  # version 1 of the format stores zero points minus one
     stored = {
-        "qweight": _packed(quantized.flatten(0, 1).T, range(8)).T, "qzeros": _packed(zeros, range(8)),
+        "qweight": _pack(quantized.flatten(0, 1).T, range(8)).T, "qzeros": _pack(zeros, range(8)),
         "scales": scale[:, 0].half(), "g_idx": torch.arange(weight.shape[1]).int() // _GROUP,
     }  # fmt: skip
     return stored, ((quantized - 8) * scale).flatten(0, 1).T.contiguous()
 
 
-def _packed(values: Tensor, order: Iterable[int] = _ORDER) -> Tensor:
+def _pack(values: Tensor, order: Iterable[int] = _ORDER) -> Tensor:
     """Pack `[n, m]` values from 0 to 15 into int32 `[n, m / 8]`."""
     groups = values.long().reshape(len(values), -1, 8)[..., list(order)]
     packed = (groups << torch.arange(0, 32, 4)).sum(-1)
     return torch.where(packed >= 2**31, packed - 2**32, packed).int()
 
 
-def rounded(x: Tensor) -> Tensor:
+def round_activations(x: Tensor) -> Tensor:
     """Round activations as an int8 kernel does, with one scale per token."""
     scale = x.abs().amax(-1, keepdim=True) / 127
     return (x / scale).round() * scale
@@ -71,7 +71,7 @@ _TOKENS = {"num_bits": 8, "type": "int", "symmetric": True}
 KINDS: dict[str, tuple[Callable[[Tensor], tuple[dict[str, Tensor], Tensor]], dict[str, Any]]] = {
     "int8": (int8, {
         "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
-        "ignore": [f"re:.*{name}.*" for name in _WHOLE],
+        "ignore": [f"re:.*{name}.*" for name in _UNQUANTIZED],
         "config_groups": {"group_0": {
             "targets": ["Linear"],
             "weights": _TOKENS | {"strategy": "channel", "dynamic": False},
@@ -80,11 +80,11 @@ KINDS: dict[str, tuple[Callable[[Tensor], tuple[dict[str, Tensor], Tensor]], dic
     }),
     "awq": (awq, {
         "quant_method": "awq", "bits": 4, "group_size": _GROUP, "zero_point": True, "version": "gemm",
-        "modules_to_not_convert": _WHOLE,
+        "modules_to_not_convert": _UNQUANTIZED,
     }),
     "gptq": (gptq, {
         "quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": True, "lm_head": False,
-        "dynamic": {f"-:.*{name}.*": {} for name in _WHOLE},
+        "dynamic": {f"-:.*{name}.*": {} for name in _UNQUANTIZED},
     }),
 }  # fmt: skip
 
@@ -111,5 +111,5 @@ def write(kind: str, checkpoint: Checkpoint, plain: Path, folder: Path) -> Refer
     for module in modules:
         module.weight.data = quantize(module.weight.data)[1]
         if kind == "int8":
-            module.register_forward_pre_hook(lambda _, args: (rounded(args[0]),))
+            module.register_forward_pre_hook(lambda _, args: (round_activations(args[0]),))
     return reference

@@ -157,7 +157,7 @@ CASES: dict[str, tuple[Any, Callable[[Server], object]]] = {
 @needs_promtool
 @pytest.mark.parametrize("alert", CASES)
 def test_only_this_alert_fires(folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alert: str) -> None:
-    setting, happens = CASES[alert]
+    setting, event = CASES[alert]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "offer.json").write_text("{}")
     server = Server(folder(NAME), setting, f"alarmed-{alert}", tmp_path)
@@ -166,7 +166,7 @@ def test_only_this_alert_fires(folder: Any, tmp_path: Path, monkeypatch: pytest.
         server.scrape()
         server.ask(1)
         server.answer()
-        happens(server)
+        event(server)
     server.fires(alert)
 
 
@@ -186,12 +186,12 @@ CALM: dict[str, tuple[Any, Callable[[Server, int], object]]] = {
 @needs_promtool
 @pytest.mark.parametrize("case", CALM)
 def test_clients_fire_no_alert(folder: Any, tmp_path: Path, case: str) -> None:
-    setting, happens = CALM[case]
+    setting, event = CALM[case]
     server = Server(folder(NAME), setting, f"calm-{case}".replace(" ", "-"), tmp_path)
     announce.announce(server.engine)
     for minute in range(MINUTES):
         server.scrape()
-        happens(server, minute)
+        event(server, minute)
     server.fires()
 
 

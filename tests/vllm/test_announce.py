@@ -26,7 +26,7 @@ PROFILES = {"profiles": {"fast": {"keep": 0.11}, "ocr": {"off": True}}}
 INFO = "tokenprune:info"
 
 
-def facts(model_config: Any, v2: bool = False) -> dict[str, str]:
+def get_facts(model_config: Any, v2: bool = False) -> dict[str, str]:
     return announce.collect_facts(SimpleNamespace(model_config=model_config, use_v2_model_runner=v2))
 
 
@@ -43,7 +43,7 @@ def facts(model_config: Any, v2: bool = False) -> dict[str, str]:
     ],
 )  # fmt: skip
 def test_facts(folder: Callable[[str], Path], setting: Any, setting_text: str, profiles: str, policy: str) -> None:
-    actual = facts(config(folder("llava"), setting))
+    actual = get_facts(config(folder("llava"), setting))
     hooks = "setting" if setting is None else "setting,profiles,cache"
     assert actual == {
         "version": tokenprune.__version__, "setting": setting_text, "profiles": profiles, "policy": policy,
@@ -53,12 +53,12 @@ def test_facts(folder: Callable[[str], Path], setting: Any, setting_text: str, p
     line = announce.format_line(actual)
     assert line.count("\n") == 0 and f"vLLM {compat.TESTED} (tested), model runner v1" in line
     assert ("no tokens are pruned" in line) == (setting is None)
-    assert facts(config(folder("llava"), setting), v2=True)["runner"] == "v2"
+    assert get_facts(config(folder("llava"), setting), v2=True)["runner"] == "v2"
 
 
 def test_missing_hooks_are_left_out(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat.HOOKS, "cache", {"vllm.gone:Gone": ""})
-    assert facts(config(folder("llava"), DIVPRUNE))["hooks"] == "setting,profiles"
+    assert get_facts(config(folder("llava"), DIVPRUNE))["hooks"] == "setting,profiles"
 
 
 class Engine(SimpleNamespace):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from checkpoints import HIDDEN, VOCABULARY, text
-from conftest import DIVPRUNE, OPTIONS, Engine, count_items, same
+from conftest import DIVPRUNE, OPTIONS, Engine, check_same, count_items
 
 BLOCK = 32
 
@@ -145,13 +145,13 @@ class TestLora:
             engine.llm.generate([request], params, use_tqdm=False, lora_request=adapter_request)
             for adapter_request in (None, LoRARequest("one", 1, str(folder)))
         )
-        same(plain, *reference("llava").greedy(prompt, images, 6, DIVPRUNE))
+        check_same(plain, *reference("llava").greedy(prompt, images, 6, DIVPRUNE))
         state = reference("llava").model.state_dict()
         before = {name: state[name].clone() for name in added}
         try:
             for name, value in added.items():
                 state[name] += value
-            same(adapted, *reference("llava").greedy(prompt, images, 6, DIVPRUNE))
+            check_same(adapted, *reference("llava").greedy(prompt, images, 6, DIVPRUNE))
         finally:
             for name, value in before.items():
                 state[name].copy_(value)

@@ -35,23 +35,23 @@ NOT_OURS = {"up": {"job"}, "http_requests_total": {"handler", "method", "status"
 VALUES = {"stage": {"in", "out"}}
 
 
-def dashboard() -> dict[str, Any]:
+def load_dashboard() -> dict[str, Any]:
     return json.loads((DEPLOY / "grafana/dashboards/tokenprune.json").read_text())
 
 
-def read(name: str) -> Any:
+def read_yaml(name: str) -> Any:
     return yaml.safe_load((DEPLOY / name).read_text())
 
 
-def queries() -> list[str]:
-    return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+def list_queries() -> list[str]:
+    return [target["expr"] for panel in load_dashboard()["panels"] for target in panel["targets"]]
 
 
-def alerts() -> list[str]:
-    return [rule["expr"] for group in read("alerts.yaml")["groups"] for rule in group["rules"]]
+def list_alerts() -> list[str]:
+    return [rule["expr"] for group in read_yaml("alerts.yaml")["groups"] for rule in group["rules"]]
 
 
-@pytest.mark.parametrize("query", queries() + alerts())
+@pytest.mark.parametrize("query", list_queries() + list_alerts())
 def test_query_is_valid(query: str) -> None:
     parser = pytest.importorskip("promql_parser", reason="promql-parser is a tool of `make test-vllm`")
     parser.parse(query.replace("$__rate_interval", "5m"))
@@ -59,7 +59,7 @@ def test_query_is_valid(query: str) -> None:
         parser.parse(query.replace("$__rate_interval", "5m") + ")")
 
 
-@pytest.mark.parametrize("query", queries() + alerts())
+@pytest.mark.parametrize("query", list_queries() + list_alerts())
 def test_query_uses_registered_metrics(query: str) -> None:
     """The plugin or vLLM registers the counters and labels, under the names that Prometheus exports."""
     names = rf"(?:vllm|tokenprune):\w+|{'|'.join(NOT_OURS)}"
@@ -79,7 +79,7 @@ def test_query_uses_registered_metrics(query: str) -> None:
             bare = re.sub(r"_(total|bucket)$", "", name)
             assert f'name="{bare}"' in loggers, name
             assert set(labels) <= {"model_name"} and by <= {"le", "model_name"}
-        assert labels.get("model_name") == ("$model" if query in queries() else None)
+        assert labels.get("model_name") == ("$model" if query in list_queries() else None)
         for label, values in VALUES.items():
             assert labels.get(label, min(values)) in values
 
@@ -104,7 +104,7 @@ def test_vllms_server_counts_requests_by_status() -> None:
 
 
 def test_every_counter_is_shown() -> None:
-    shown = set(re.findall(r"tokenprune:\w+", " ".join(queries())))
+    shown = set(re.findall(r"tokenprune:\w+", " ".join(list_queries())))
     assert shown == set(OURS) - {"tokenprune:info"}  # a text, for people and for `tokenprune serve-check`
 
 
@@ -117,7 +117,7 @@ def test_page_names_registered_metrics(name: str) -> None:
 
 
 def test_panels_do_not_cover_each_other() -> None:
-    panels = dashboard()["panels"]
+    panels = load_dashboard()["panels"]
     boxes = [panel["gridPos"] for panel in panels]
     rows = [range(box["y"], box["y"] + box["h"]) for box in boxes]
     cells = [
@@ -128,16 +128,16 @@ def test_panels_do_not_cover_each_other() -> None:
 
 
 def test_the_parts_find_each_other() -> None:
-    services = read("compose.yaml")["services"]
-    (source,) = read("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
-    used = [panel["datasource"] for panel in dashboard()["panels"] + dashboard()["templating"]["list"]]
+    services = read_yaml("compose.yaml")["services"]
+    (source,) = read_yaml("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    used = [panel["datasource"] for panel in load_dashboard()["panels"] + load_dashboard()["templating"]["list"]]
     assert {source_ref["uid"] for source_ref in used} == {source["uid"]} and source["url"] == "http://prometheus:9090"
-    (job,) = read("prometheus.yaml")["scrape_configs"]
+    (job,) = read_yaml("prometheus.yaml")["scrape_configs"]
     (target,) = job["static_configs"][0]["targets"]
-    assert read("prometheus.yaml")["rule_files"] == ["alerts.yaml"]
+    assert read_yaml("prometheus.yaml")["rule_files"] == ["alerts.yaml"]
     assert "./alerts.yaml:/etc/prometheus/alerts.yaml:ro" in services["prometheus"]["volumes"]
     assert target == "vllm:8000" and {"vllm", "prometheus", "grafana"} == set(services)
-    (provider,) = read("grafana/provisioning/dashboards/tokenprune.yaml")["providers"]
+    (provider,) = read_yaml("grafana/provisioning/dashboards/tokenprune.yaml")["providers"]
     mounts = dict(volume.split(":")[:2] for volume in services["grafana"]["volumes"] if volume.startswith("."))
     assert mounts == {
         "./grafana/provisioning": "/etc/grafana/provisioning", "./grafana/dashboards": provider["options"]["path"],
@@ -189,7 +189,7 @@ def test_the_servers_command_starts(folder: Any) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    service = read("compose.yaml")["services"]["vllm"]
+    service = read_yaml("compose.yaml")["services"]["vllm"]
     command = [
         str(argument).replace("${MEDIA_DOMAIN:-none.invalid}", "none.invalid") for argument in service["command"]
     ]

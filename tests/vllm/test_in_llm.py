@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from checkpoints import DEEP, photo
-from conftest import Engine, same
+from conftest import Engine, check_same
 from runner import IN_LLM
 from tokenprune import patched
 from tokenprune.errors import OptionError
@@ -36,7 +36,7 @@ def setting(method: Method, keep: float = 0.25) -> dict[str, Any]:
     return {"method": method.name, "keep": keep, "experimental_in_llm": True} | asdict(method)
 
 
-def aligned(method: Method) -> Method:
+def keep_complete_blocks(method: Method) -> Method:
     """The same method in transformers, where an item loses complete blocks and keeps at least one."""
 
     def resolve_count(self: Method, count: int, keep: int) -> int:
@@ -51,15 +51,15 @@ def aligned(method: Method) -> Method:
 def check(reference: Any, output: Any, prompt: str, images: list[Any], method: Method | None) -> None:
     answer = len(output.outputs[0].token_ids)
     patch = None if method is None else {"method": method, "keep": 0.25}
-    same(output, *reference.generate(prompt, images, answer, patch))
+    check_same(output, *reference.generate(prompt, images, answer, patch))
 
 
-def cache_of(engine: Engine) -> Any:
+def get_cache_manager(engine: Engine) -> Any:
     """Return vLLM's manager of the KV cache."""
     return engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
 
 
-def mixed(engine: Engine, images: Callable[[int], list[Any]]) -> list[tuple[str, list[Any]]]:
+def build_prompts(engine: Engine, images: Callable[[int], list[Any]]) -> list[tuple[str, list[Any]]]:
     """Return prompts with one, two, three and no images."""
     checkpoint = engine.checkpoint
     with_images = [
@@ -79,10 +79,10 @@ class Loads:
         photos = engine.checkpoint.images
         # The third short request stops before its image, which does not fit into the chunk.
         short = [(engine.checkpoint.prompt(1, f"{n}? "), photos(1, seed=n)) for n in range(3)]
-        for prompts in (short, mixed(engine, photos)[:1], mixed(engine, lambda n: photos(n, seed=n))):
+        for prompts in (short, build_prompts(engine, photos)[:1], build_prompts(engine, lambda n: photos(n, seed=n))):
             outputs = engine.generate([engine.request(*case) for case in prompts], 60)
             for (prompt, images), output in zip(prompts, outputs, strict=True):
-                check(reference(NAME), output, prompt, images, aligned(DART))
+                check(reference(NAME), output, prompt, images, keep_complete_blocks(DART))
         assert preempted
 
     def test_prefix_shared_by_three_requests(self, engine: Engine, reference: Any) -> None:
@@ -95,19 +95,19 @@ class Loads:
         for _ in range(2):
             outputs = engine.generate([engine.request(prompt, images) for prompt in prompts], 40)
             for prompt, output in zip(prompts, outputs, strict=True):
-                check(reference(NAME), output, prompt, images, aligned(DART))
+                check(reference(NAME), output, prompt, images, keep_complete_blocks(DART))
             hits.append([output.num_cached_tokens for output in outputs])
         assert hits[0][0] == 0 and min(hits[0][1:] + hits[1]) >= 160, hits
         # The same image with a new question.
         other = checkpoint.prompt(1, LONG + "then tell me a story about it. ")
         (output,) = engine.generate([engine.request(other, images)], 12)
-        check(reference(NAME), output, other, images, aligned(DART))
+        check(reference(NAME), output, other, images, keep_complete_blocks(DART))
         print(f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens from the prefix cache")
         assert output.num_cached_tokens == 160
 
     def test_cache_hits_that_end_inside_an_image(self, engine: Engine, reference: Any, monkeypatch: Any) -> None:
         lookups: list[int] = []
-        coordinator = cache_of(engine).coordinator
+        coordinator = get_cache_manager(engine).coordinator
         find = coordinator.find_longest_cache_hit
 
         def spy(*args: Any) -> Any:
@@ -126,7 +126,7 @@ class Loads:
         ):
             placeholders = f"and {LONG}".join(["<image>"] * len(images))
             (output,) = engine.generate([engine.request(f"look: {placeholders} {text}", images)], 8)
-            check(reference(NAME), output, f"look: {placeholders} {text}", images, aligned(DART))
+            check(reference(NAME), output, f"look: {placeholders} {text}", images, keep_complete_blocks(DART))
             hits.append(output.num_cached_tokens)
         # A block with the end of an image also contains the tokens after it.
         assert lookups == [0, 96, 96, 160], lookups
@@ -145,7 +145,10 @@ class TestDart(Loads):
         prompt, images = DEEP[NAME].prompt(1, LONG), DEEP[NAME].images(1)
         patches = [
             None,
-            *({"method": method, "keep": 0.25} for method in (aligned(DART), DART, aligned(Dart()), FastV())),
+            *(
+                {"method": method, "keep": 0.25}
+                for method in (keep_complete_blocks(DART), DART, keep_complete_blocks(Dart()), FastV())
+            ),
         ]
         logprobs = [reference(NAME).generate(prompt, images, 1, patch)[1] for patch in patches]
         assert min((first - other).abs().max() for first in logprobs for other in logprobs if first is not other) > 1e-2
@@ -153,10 +156,10 @@ class TestDart(Loads):
     def test_request_can_switch_it_off(self, engine: Engine, reference: Any) -> None:
         checkpoint = engine.checkpoint
         prompt, images = checkpoint.prompt(1, LONG), checkpoint.images(1)
-        for override, method in (({"off": True}, None), (None, aligned(DART)), ({"off": True}, None)):
+        for override, method in (({"off": True}, None), (None, keep_complete_blocks(DART)), ({"off": True}, None)):
             outputs = engine.generate([engine.request(prompt, images, override), engine.request(prompt, images)], 8)
             check(reference(NAME), outputs[0], prompt, images, method)
-            check(reference(NAME), outputs[1], prompt, images, aligned(DART))
+            check(reference(NAME), outputs[1], prompt, images, keep_complete_blocks(DART))
         engine.generate([engine.request(prompt, images, {"keep": 0.25})], 1)
         for override in ({"keep": 0.5}, {"method": "divprune"}, {"layer": 1}):
             with pytest.raises(OptionError, match="set for the whole server"):
@@ -168,11 +171,11 @@ class TestDart(Loads):
             images = engine.checkpoint.images(1, seed=seed)
             (output,) = engine.generate([engine.request("look: <image>", images)], 1)
             reference_model = reference(NAME)
-            with torch.no_grad(), patched(reference_model.model, method=aligned(DART), keep=0.25):
+            with torch.no_grad(), patched(reference_model.model, method=keep_complete_blocks(DART), keep=0.25):
                 logits = reference_model.model(**reference_model.inputs("look: <image>", images)).logits[0]
             last = int((logits != 0).any(1).nonzero().max())  # zeros at dropped tokens
             logprobs = logits[last].float().log_softmax(-1)
-            same(output, [int(logprobs.argmax())], logprobs[None])
+            check_same(output, [int(logprobs.argmax())], logprobs[None])
 
     def test_prompt_logprobs_raise(self, engine: Engine) -> None:
         from vllm import SamplingParams
@@ -198,7 +201,7 @@ class TestFreed(Loads):
     @pytest.fixture(autouse=True)
     def everything_comes_back(self, engine: Engine) -> Iterator[None]:
         yield
-        manager = cache_of(engine)
+        manager = get_cache_manager(engine)
         # vLLM keeps one block, the null block.
         assert manager.block_pool.get_num_free_blocks() == manager.block_pool.num_gpu_blocks - 1
         assert not any(group_manager.held for group_manager in manager.coordinator.single_type_managers)
@@ -206,7 +209,7 @@ class TestFreed(Loads):
     def test_aborted_requests_free_their_blocks(self, engine: Engine) -> None:
         from vllm import SamplingParams
 
-        core, pool = engine.llm.llm_engine, cache_of(engine).block_pool
+        core, pool = engine.llm.llm_engine, get_cache_manager(engine).block_pool
         request = engine.request(engine.checkpoint.prompt(1, LONG), engine.checkpoint.images(1))
         for name in ("read", "not read"):
             core.add_request(name, request, SamplingParams(max_tokens=30, ignore_eos=True))
@@ -218,7 +221,7 @@ class TestFreed(Loads):
         assert not core.has_unfinished_requests()
 
     def test_number_of_held_blocks(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        manager, num_held = cache_of(engine), []
+        manager, num_held = get_cache_manager(engine), []
         allocate = manager.allocate_slots
 
         def spy(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +255,7 @@ class TestFastV:
     ) -> None:
         options = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)
         engine = start(NAME, setting(method) | free, max_model_len=512, num_gpu_blocks_override=blocks, **options)
-        prompts = mixed(engine, engine.checkpoint.images)
+        prompts = build_prompts(engine, engine.checkpoint.images)
         outputs = engine.generate([engine.request(*case) for case in prompts], 60)
         for (prompt, images), output in zip(prompts, outputs, strict=True):
             check(reference(NAME), output, prompt, images, method)
@@ -296,7 +299,7 @@ class TestOthers:
             method = register(Curious)()
             options = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)
             engine = start(NAME, setting(method), max_model_len=512, **options)
-            prompts = mixed(engine, engine.checkpoint.images)
+            prompts = build_prompts(engine, engine.checkpoint.images)
             outputs = engine.generate([engine.request(*case) for case in prompts], 12)
             for (prompt, images), output in zip(prompts, outputs, strict=True):
                 check(reference(NAME), output, prompt, images, method)
@@ -312,9 +315,9 @@ class TestOthers:
     def test_third_party_method_with_mrope(self, start: Any, reference: Any, loud: Method) -> None:
         engine = start("qwen2_5_vl", setting(loud), disable_chunked_mm_input=True, max_num_batched_tokens=1200)
         sizes = [(280, 224), (224, 420), (112, 112)]
-        prompts = mixed(engine, lambda n: [photo(*sizes[index], seed=index) for index in range(n)])
+        prompts = build_prompts(engine, lambda n: [photo(*sizes[index], seed=index) for index in range(n)])
         for hit in (0, 160):
             outputs = engine.generate([engine.request(*case) for case in prompts], 12)
             for (prompt, images), output in zip(prompts, outputs, strict=True):
-                check(reference("qwen2_5_vl"), output, prompt, images, aligned(loud))
+                check(reference("qwen2_5_vl"), output, prompt, images, keep_complete_blocks(loud))
             assert outputs[0].num_cached_tokens == hit

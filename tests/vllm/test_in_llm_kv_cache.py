@@ -24,7 +24,7 @@ BLOCK = 16
 SHAPE = dict(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
 
 
-def manager(blocks: int = 200, behind: bool = True, caching: bool = True) -> CutManager:
+def create_manager(blocks: int = 200, behind: bool = True, caching: bool = True) -> CutManager:
     pool = BlockPool(blocks, caching, BLOCK)
     return CutManager(
         CutSpec(**SHAPE, behind=behind), block_pool=pool, enable_caching=caching, kv_cache_group_id=0,
@@ -32,7 +32,7 @@ def manager(blocks: int = 200, behind: bool = True, caching: bool = True) -> Cut
     )  # fmt: skip
 
 
-def prompt(draw: random.Random, aligned: bool) -> tuple[int, list[VisualPiece]]:
+def draw_prompt(draw: random.Random, aligned: bool) -> tuple[int, list[VisualPiece]]:
     """Return the number of tokens of a prompt, and its images."""
     end, pieces = draw.randrange(40), []
     for ordinal in range(draw.randrange(4)):
@@ -46,11 +46,11 @@ def prompt(draw: random.Random, aligned: bool) -> tuple[int, list[VisualPiece]]:
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["whole blocks", "packed"])
 def test_allocated_blocks_match_the_estimate_and_are_freed(aligned: bool) -> None:
-    cut_manager = manager(caching=aligned)
+    cut_manager = create_manager(caching=aligned)
     pool, all_free, saved = cut_manager.block_pool, cut_manager.block_pool.get_num_free_blocks(), 0
     for seed in range(50):
         draw = random.Random(seed)
-        tokens, pieces = prompt(draw, aligned)
+        tokens, pieces = draw_prompt(draw, aligned)
         if pieces:
             cut_manager.held["it"] = CutBlocks.from_pieces(pieces, BLOCK if aligned else None, len(pieces))
         ends = {end for piece in pieces for end in (piece.start, piece.end)} | {tokens, tokens + 30, tokens + 31}
@@ -70,7 +70,7 @@ def test_allocated_blocks_match_the_estimate_and_are_freed(aligned: bool) -> Non
 
 
 def test_gaps_count_as_prefix_cache_hits() -> None:
-    cut_manager, hashes = manager(), [BlockHash(bytes([index])) for index in range(8)]
+    cut_manager, hashes = create_manager(), [BlockHash(bytes([index])) for index in range(8)]
     cut_manager.held["it"] = CutBlocks(frozenset({2, 3, 5}), items=1)
     cut_manager.allocate_new_blocks("it", 8 * BLOCK, 8 * BLOCK)
     request = SimpleNamespace(request_id="it", block_hashes=hashes, shared_prefix_boundary=0)
@@ -89,7 +89,7 @@ def test_gaps_count_as_prefix_cache_hits() -> None:
     assert find({2, 3, 5}) == (table[:7], 7 * BLOCK)
     assert find({2, 3, 5}, 5 * BLOCK + 1) == (table[:5], 5 * BLOCK)
     assert find({2}) == (table[:3], 3 * BLOCK) and find(set()) == (table[:2], 2 * BLOCK)
-    assert find({2, 3, 5}, owner=manager(behind=False)) == (
+    assert find({2, 3, 5}, owner=create_manager(behind=False)) == (
         table[:2],
         2 * BLOCK,
     )  # layers before the cut hold all blocks
@@ -144,7 +144,11 @@ def test_layers_declare_their_side_of_the_cut() -> None:
 
 
 def test_other_groups_raise() -> None:
-    for managers in ([manager()], [manager(behind=False)], [manager(), SimpleNamespace(kv_cache_spec=None)]):
+    for managers in (
+        [create_manager()],
+        [create_manager(behind=False)],
+        [create_manager(), SimpleNamespace(kv_cache_spec=None)],
+    ):
         coordinator = SimpleNamespace(single_type_managers=managers)
         with pytest.raises(UnsupportedSetupError, match="separate KV cache groups"):
             CutBlockTracker(SimpleNamespace(coordinator=coordinator), BLOCK)

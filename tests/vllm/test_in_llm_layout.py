@@ -46,7 +46,7 @@ class Prompt:
         return [index for index in range(end) if index not in dropped]
 
 
-def prompts(draw: random.Random, aligned: bool, num_prompts: int) -> list[Prompt]:
+def draw_prompts(draw: random.Random, aligned: bool, num_prompts: int) -> list[Prompt]:
     """Return prompts with a common prefix that ends after the first image."""
     shared = ["start"] * draw.randrange(0, 9)
     requests = []
@@ -113,8 +113,8 @@ def run(draw: random.Random, requests: list[Prompt], aligned: bool) -> bool:
 @pytest.mark.parametrize("seed", range(40))
 def test_each_prompt_reads_its_own_tokens(seed: int) -> None:
     draw = random.Random(seed)
-    assert run(draw, prompts(draw, True, 3), True)
-    assert run(draw, prompts(draw, False, 1), False)
+    assert run(draw, draw_prompts(draw, True, 3), True)
+    assert run(draw, draw_prompts(draw, False, 1), False)
 
 
 def test_packed_tokens_overwrite_shared_blocks() -> None:
@@ -122,7 +122,7 @@ def test_packed_tokens_overwrite_shared_blocks() -> None:
     num_overwritten = 0
     for seed in range(40):
         draw = random.Random(seed)
-        num_overwritten += not run(draw, prompts(draw, False, 3), False)
+        num_overwritten += not run(draw, draw_prompts(draw, False, 3), False)
     assert num_overwritten > 20
 
 
@@ -155,19 +155,19 @@ def test_split_image_raises() -> None:
             _ = RequestStep(computed, end, [piece]).cut_pieces
 
 
-def feature(offset: int, length: int) -> Any:
+def create_feature(offset: int, length: int) -> Any:
     return SimpleNamespace(mm_position=PlaceholderRange(offset, length), modality="image")
 
 
 def test_cache_hits_end_before_images() -> None:
-    features = [feature(6, 10), feature(17, 13), feature(40, 4)]
+    features = [create_feature(6, 10), create_feature(17, 13), create_feature(40, 4)]
     ends = {hit: shorten_hit(hit, features, BLOCK) for hit in range(0, 60, BLOCK)}
     # A hit of 20 ends in the second image, whose first block also has tokens of the first image. That image starts in
     # the second block.
     assert ends == {0: 0, 4: 4, 8: 4, 12: 4, 16: 16, 20: 16, 24: 16, 28: 16, 32: 32, 36: 36, 40: 40, 44: 44, 48: 48} | {
         52: 52, 56: 56
     }  # fmt: skip
-    assert shorten_hit(8, [feature(6, 4), feature(2, 3)], BLOCK) == 0
+    assert shorten_hit(8, [create_feature(6, 4), create_feature(2, 3)], BLOCK) == 0
 
 
 class Base:
@@ -186,7 +186,7 @@ class Fake(WholeImages, Base):
 
 
 def test_chunks_end_before_images() -> None:
-    request = SimpleNamespace(mm_features=[feature(6, 10)])
+    request = SimpleNamespace(mm_features=[create_feature(6, 10)])
     fake = Fake(False)
     for computed, requested, scheduled in (
         (0, 5, 5),

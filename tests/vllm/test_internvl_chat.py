@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoints import photo
-from conftest import DIVPRUNE, Engine, same
+from conftest import DIVPRUNE, Engine, check_same
 from front_end import config
 from internvl_chat import ChatReference, write
 from tokenprune import OptionError, UnsupportedSetupError
@@ -59,7 +59,7 @@ def test_tower_is_read_and_merges(
     outputs = engine.generate(requests)
     for (text, images, setting), output in zip(cases, outputs, strict=True):
         try:
-            same(output, *chat_reference.greedy(text, images, 6, None if "off" in setting else setting))
+            check_same(output, *chat_reference.greedy(text, images, 6, None if "off" in setting else setting))
         except AssertionError as error:
             raise AssertionError(f"{setting}: {error}") from error
     with pytest.raises(OptionError, match="block 17 does not exist"):

@@ -56,7 +56,7 @@ def stub(start: Callable[..., Engine]) -> Any:
 
 
 @torch.no_grad()
-def received(tower: Any, pixels: Tensor, grid: tuple[int, int]) -> list[Tensor]:
+def compute_received_attention(tower: Any, pixels: Tensor, grid: tuple[int, int]) -> list[Tensor]:
     """Return the received attention of one image's patches in each block, shape (patches, heads)."""
     from vllm.model_executor.models.moonvit import apply_rope
 
@@ -90,7 +90,7 @@ def test_tower_values_match_loops(stub: Any) -> None:
         features = [output.flatten(1) for output in stub.vision_tower(pixels, torch.tensor(GRIDS))]
     for index, (grid, image_pixels) in enumerate(zip(GRIDS, pixels.split(sizes), strict=True)):
         encoded = reader.get_values(method, captured, index, features, kwargs, "image")
-        blocks = received(stub.vision_tower, image_pixels, grid)
+        blocks = compute_received_attention(stub.vision_tower, image_pixels, grid)
         assert len(encoded.values) == 2
         for (_, layer), values in encoded.values.items():
             block = blocks[math.ceil(layer * LAYERS) - 1 if isinstance(layer, float) else layer]

@@ -27,7 +27,7 @@ SETTING = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}, "ocr": {"off": True}}
 CPU = torch.device("cpu")
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+def read_events(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     """Return the events that were logged since the last call, without their times."""
     events = [json.loads(record.getMessage()) for record in caplog.records if record.name == log.NAME]
     assert [record.tokenprune for record in caplog.records if record.name == log.NAME] == events
@@ -41,11 +41,11 @@ def test_requests_and_refusals(folder: Callable[[str], Path], caplog: pytest.Log
     """One line per request or refusal, the same for cached images, and no line while memory is measured."""
     front = FrontEnd(folder, "qwen2_5_vl", SETTING | {"log": "json"}, "logging")
     ask = front.count
-    lines(caplog)
+    read_events(caplog)
     front.processor.get_dummy_mm_inputs({"image": 1})
-    assert lines(caplog) == []
+    assert read_events(caplog) == []
     full = {count: ask(count, {"profile": "ocr"}) for count in (1, 2)}
-    assert lines(caplog) == [
+    assert read_events(caplog) == [
         {"event": "request", "profile": "ocr", "by": "key", "method": "off", "keep": 1.0, "images": count, "videos": 0,
          "tokens_in": full[count], "tokens_out": full[count]}
         for count in (1, 2)
@@ -54,12 +54,12 @@ def test_requests_and_refusals(folder: Callable[[str], Path], caplog: pytest.Log
     for override, profile, keep in 2 * cases:
         by = "default" if override is None else "key"
         num_kept = ask(2, override)
-        assert lines(caplog) == [
+        assert read_events(caplog) == [
             {"event": "request", "profile": profile, "by": by, "method": "divprune", "keep": keep,
              "images": 2, "videos": 0, "tokens_in": full[2], "tokens_out": num_kept}
         ]  # fmt: skip
     ask(1, {"method": ["downsample", "divprune"], "keep": [0.5, 0.5]})
-    (line,) = lines(caplog)
+    (line,) = read_events(caplog)
     assert (line["method"], line["keep"]) == ("downsample+divprune", 0.25)
     assert line["tokens_in"] == full[1] > line["tokens_out"]
 
@@ -68,10 +68,10 @@ def test_requests_and_refusals(folder: Callable[[str], Path], caplog: pytest.Log
     for override, reason in refused:
         with pytest.raises(TokenPruneError):
             ask(1, override)
-        assert lines(caplog) == [{"event": "refusal", "reason": reason}]
+        assert read_events(caplog) == [{"event": "refusal", "reason": reason}]
     with pytest.raises(OptionError):
         ask(1, prompt=front.checkpoint.prompt(2))
-    assert lines(caplog) == [{"event": "refusal", "reason": "input"}]
+    assert read_events(caplog) == [{"event": "refusal", "reason": "input"}]
 
 
 def test_log_is_off_by_default(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
@@ -81,7 +81,7 @@ def test_log_is_off_by_default(folder: Callable[[str], Path], caplog: pytest.Log
         front.ask(1, {"profile": "fsat"})
     with Clock.from_config(worker(front.model_config)).timing("divprune", CPU):
         pass
-    assert lines(caplog) == []
+    assert read_events(caplog) == []
 
 
 def test_bad_values_stop_the_server(folder: Callable[[str], Path]) -> None:
@@ -102,10 +102,10 @@ def test_selections(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixt
     item = {"keep": 0.25, "modality": "video", "tokens_in": 36, "tokens_out": 9}
     for rank, folder_path in ((0, seconds), (0, seconds / "elsewhere"), (1, seconds)):
         setattr(model_config.multimodal_config, METRICS_FOLDER, str(folder_path))
-        lines(caplog)
+        read_events(caplog)
         with Clock.from_config(worker(model_config, rank)).timing("evs", CPU, item):
             torch.zeros(9)
-        events = lines(caplog)
+        events = read_events(caplog)
         if rank:
             assert events == []
         else:
@@ -136,19 +136,19 @@ def test_selections_name_their_requests(
     start: Callable[..., Engine], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     engine, checkpoint = start(name, DIVPRUNE | {"log": "json"}), CHECKPOINTS[name]
-    lines(caplog)
+    read_events(caplog)
     new_images = iter([checkpoint.images(1, seed=40 + seed)[0] for seed in range(6)])
     images = [[next(new_images) for _ in range(count)] for count in (1, 3, 2)]
     requests = [
         engine.request(checkpoint.prompt(len(request_images), "what? "), request_images) for request_images in images
     ]
     answers = engine.generate(requests, 1)
-    request_ids = [event["request"] for event in lines(caplog) if event["event"] == "selection"]
+    request_ids = [event["request"] for event in read_events(caplog) if event["event"] == "selection"]
     assert sorted(request_ids) == sorted(
         answer.request_id for answer, request_images in zip(answers, images, strict=True) for _ in request_images
     )
     engine.generate(requests, 1)
-    assert not [event for event in lines(caplog) if event["event"] == "selection"]
+    assert not [event for event in read_events(caplog) if event["event"] == "selection"]
 
 
 def isolate_logger(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from checkpoints import CHECKPOINTS
-from conftest import ALL, Engine, same
+from conftest import ALL, Engine, check_same
 from test_pixels import process_prompt, processor
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.integrations.vllm import compat, plugin
@@ -88,7 +88,7 @@ def test_prompt_matches_the_complete_image(engine: Engine, reference: Any) -> No
             tokens, logprobs = reference_model.greedy(
                 prompt, [Image.open(io.BytesIO(jpeg(seed=index % 3)))], len(plain.outputs[0].token_ids), None
             )
-            same(scaled, tokens, logprobs)
+            check_same(scaled, tokens, logprobs)
 
 
 def test_scales_and_cache_keys(engine: Engine) -> None:

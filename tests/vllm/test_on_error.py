@@ -14,7 +14,7 @@ from PIL import Image
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
 from front_end import FrontEnd, samples
-from test_log import lines
+from test_log import read_events
 from test_placeholders_in_text import IMAGE as PAD
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.frontend import items, pixels
@@ -33,14 +33,14 @@ def failures(model: str) -> dict[tuple[str, ...], float]:
 def test_it_is_served_in_full_or_refused(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     ask = FrontEnd(folder, NAME, DIVPRUNE | STRICT | {"on_error": "full"}, "falling").ask
     unpruned = ask(1, {"off": True}, prompt=ENDS)
-    lines(caplog)
+    read_events(caplog)
     assert ask(1, prompt=ENDS) == unpruned
-    (line,) = lines(caplog)
+    (line,) = read_events(caplog)
     assert line["full"] == "failure" and line["method"] == "off" and line["profile"] == "default"
     assert line["tokens_in"] == line["tokens_out"] > 0 and "shadow" not in line
     with pytest.raises(OptionError, match="ends with an image"):
         ask(1, {"profile": "strict"}, prompt=ENDS)
-    assert lines(caplog) == [{"event": "refusal", "reason": "input"}]
+    assert read_events(caplog) == [{"event": "refusal", "reason": "input"}]
     assert failures("falling") == {("input", "default"): 1, ("input", "strict"): 1}
     # A wrong setting is a fault of the request, not a failure.
     for bad in ({"keep": 2.0}, {"method": "divprun"}, {"profile": "fsat"}, [1]):

@@ -247,7 +247,7 @@ def test_digits_are_exact() -> None:
         assert torch.equal(decode_columns(columns), positions)
 
 
-def by_loop(rule: Any, plan: Plan) -> torch.Tensor:
+def compute_by_loop(rule: Any, plan: Plan) -> torch.Tensor:
     """Compute `compute_item_positions` token by token."""
     known, _ = rule(plan.tokens, [])
     first, end = plan.span
@@ -275,7 +275,7 @@ def test_item_positions_match_a_loop_over_tokens(seed: int, per_run: bool) -> No
         find_runs([PAD if c == "#" else ord(c) for c in text], embeds),
         per_run,
     )
-    assert torch.equal(compute_item_positions(rule, plan, item(plan), "video"), by_loop(rule, plan))
+    assert torch.equal(compute_item_positions(rule, plan, item(plan), "video"), compute_by_loop(rule, plan))
 
 
 class Operations(TorchDispatchMode):

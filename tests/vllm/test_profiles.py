@@ -26,7 +26,7 @@ SETTING = DIVPRUNE | {
     "profiles": PROFILES, "min_keep": 0.1, "methods": ["divprune"],
     "overload": {"in_flight": [1, 2], "profiles": ["half", "fast"], "release": 1, "rise": 0, "dwell": 0}, "log": "json",
 }  # fmt: skip
-LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 35}  # tokens of an image
+NUM_KEPT = {"default": 9, "half": 18, "fast": 4, "ocr": 35}  # kept tokens of an image
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_requests_choose_by_name_and_by_key(server: Server, reference: Any) -> N
     for profile, arguments in cases:
         reply = ask(server, image(0), "what is it? ", **arguments)
         check(reply, reference, image(0), "what is it? ", PROFILES.get(profile))
-        lengths.add((profile, reply.usage.prompt_tokens - LEFT[profile]))
+        lengths.add((profile, reply.usage.prompt_tokens - NUM_KEPT[profile]))
     assert len({rest for _, rest in lengths}) == 1 and len(lengths) == 4
 
 
@@ -72,8 +72,8 @@ def test_responses_and_messages_endpoints(server: Server) -> None:
     lengths = [usage["input_tokens"] + (usage.get("cache_read_input_tokens") or 0) for usage in used]
     assert [length - lengths[0] for length in lengths] == 2 * [
         0,
-        LEFT["fast"] - LEFT["half"],
-        LEFT["ocr"] - LEFT["half"],
+        NUM_KEPT["fast"] - NUM_KEPT["half"],
+        NUM_KEPT["ocr"] - NUM_KEPT["half"],
     ]
 
 
@@ -83,7 +83,7 @@ def answer(server: Server, path: str, body: Any, **headers: str) -> tuple[str | 
     return answered.get("x-tokenprune"), text
 
 
-def logged(server: Server, request: str) -> list[dict[str, Any]]:
+def find_events(server: Server, request: str) -> list[dict[str, Any]]:
     return [event for event in server.events() if event.get("request") == request and event["event"] != "selection"]
 
 
@@ -95,7 +95,7 @@ def test_answers_report_their_setting(server: Server) -> None:
     header, text = answer(server, chat, body | {"model": "tiny:half"})
     reply = json.loads(text)
     assert header == half and reply["usage"]["prompt_tokens_details"]["tokenprune"] == expected
-    (line,) = logged(server, reply["id"].removeprefix("chatcmpl-"))
+    (line,) = find_events(server, reply["id"].removeprefix("chatcmpl-"))
     assert line.items() >= ({"event": "request"} | expected).items()
 
     streamed = {"model": "tiny:half", "stream": True, "stream_options": {"include_usage": True}}
@@ -108,17 +108,18 @@ def test_answers_report_their_setting(server: Server) -> None:
     ):
         header, text = answer(server, path, body | more, **headers)
         assert header == f"divprune;keep=0.25;profile=default;by={by};in=35;out=9"
-    (line,) = logged(server, "mine.1")
+    (line,) = find_events(server, "mine.1")
     assert line["by"] == "key"
     part = [{"type": "input_image", "image_url": data_url(*image(3)), "detail": "auto"}]
     response = {"model": "tiny:ocr", "max_output_tokens": 1, "input": [{"role": "user", "content": part}]}
     header, text = answer(server, "/v1/responses", response)
     assert (
-        header == "off;keep=1.0;profile=ocr;by=name;in=35;out=35" and len(logged(server, json.loads(text)["id"])) == 1
+        header == "off;keep=1.0;profile=ocr;by=name;in=35;out=35"
+        and len(find_events(server, json.loads(text)["id"])) == 1
     )
 
     header, _ = answer(server, chat, body | {"model": "tiny:fsat"}, **{"X-Request-Id": 'no "id"'})
-    (line,) = logged(server, "unreadable")
+    (line,) = find_events(server, "unreadable")
     assert header is None and line.items() >= {"event": "refusal", "reason": "profile"}.items()
     text_only = {"messages": [{"role": "user", "content": "go on "}]}
     assert answer(server, chat, text_only | {"model": "tiny:half"})[0] is None
@@ -179,11 +180,11 @@ def test_the_profile_follows_the_load(server: Server) -> None:
     for profile in ("half", "fast"):
         streams.append(server.client.chat.completions.create(model="tiny", stream=True, **more))
         next(iter(streams[-1]))
-        assert added() == LEFT[profile] - LEFT["default"]
+        assert added() == NUM_KEPT[profile] - NUM_KEPT["default"]
         step[profile] = server.counted("tokenprune:overload_step")['model_name="tiny"']
     assert step == {"half": 1, "fast": 2}
     assert added(override={"profile": "default"}) == 0
-    assert added(model="tiny:half") == LEFT["half"] - LEFT["default"]
+    assert added(model="tiny:half") == NUM_KEPT["half"] - NUM_KEPT["default"]
     for stream in streams:
         stream.close()
     end = time.monotonic() + CALL
@@ -240,7 +241,7 @@ def test_log_matches_the_counters(server: Server) -> None:
         )
         of_profile = [line for line in requests if line["profile"] == profile]
         assert len(of_profile) == count and {line["tokens_out"] for line in of_profile if line["images"] == 1} == {
-            LEFT[profile]
+            NUM_KEPT[profile]
         }
     request_ids = {line["request"] for line in requests}
     for request_id in (line["request"] for line in lines if line["event"] == "selection"):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import quantized
-from conftest import ALL, DIVPRUNE, Engine, same
-from test_in_llm import DART, aligned, setting
+from conftest import ALL, DIVPRUNE, Engine, check_same
+from test_in_llm import DART, keep_complete_blocks, setting
 
 pytestmark = [
     pytest.mark.only_v1("weights do not depend on the runner"),
@@ -26,7 +26,7 @@ pytestmark = [
 # 0.035 if norms are scaled by 1 + 1e-6. AWQ and GPTQ run in bfloat16, so their tests use `uniform`, whose selection
 # does not depend on rounding. Observed gaps were 0.03 and 0.04. The tests require other selections to differ by three
 # times the tolerance.
-NEAR = {"int8": 0.08, "awq": 0.15, "gptq": 0.15}
+TOLERANCES = {"int8": 0.08, "awq": 0.15, "gptq": 0.15}
 UNIFORM = {"method": "uniform", "keep": 0.25}
 FLOAT32 = pytest.mark.skipif(
     torch.cpu._is_amx_tile_supported(),
@@ -68,9 +68,9 @@ def test_before_the_language_model(served: Any, kind: str, server_setting: dict[
         expected = reference.greedy(prompt, images, 6, server_setting | override)
         assert (
             measure_gap(expected, reference.greedy(prompt, images, 1, server_setting | override | {"method": "pool"}))
-            > 3 * NEAR[kind]
+            > 3 * TOLERANCES[kind]
         )
-        same(output, *expected, NEAR[kind])
+        check_same(output, *expected, TOLERANCES[kind])
 
 
 @FLOAT32
@@ -82,9 +82,9 @@ def test_inside_the_language_model(served: Any) -> None:
     prompt, images = engine.checkpoint.prompt(2), engine.checkpoint.images(2)
     request = engine.request(prompt, images)
     (output,) = engine.generate([request])
-    expected = reference.generate(prompt, images, 6, {"method": aligned(DART), "keep": 0.25})
-    assert measure_gap(expected, reference.generate(prompt, images, 1, None)) > 3 * NEAR["int8"]
-    same(output, *expected, NEAR["int8"])
+    expected = reference.generate(prompt, images, 6, {"method": keep_complete_blocks(DART), "keep": 0.25})
+    assert measure_gap(expected, reference.generate(prompt, images, 1, None)) > 3 * TOLERANCES["int8"]
+    check_same(output, *expected, TOLERANCES["int8"])
     choices = ["a red circle", "a blue square"]
     params = SamplingParams(temperature=0.0, max_tokens=24, structured_outputs=StructuredOutputsParams(choice=choices))
     (output,) = engine.llm.generate([request], params, use_tqdm=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import DIVPRUNE, Engine, same
+from conftest import DIVPRUNE, Engine, check_same
 
 OFF = {"off": True}
 STEPS = 6
@@ -79,7 +79,7 @@ def test_seeded_answers(engine: Engine, reference: Any) -> None:
         (single,) = ask(engine, [case])
         assert single.outputs[0].token_ids == output.outputs[0].token_ids
         forced = list(output.outputs[0].token_ids)
-        same(
+        check_same(
             output,
             *expected(engine, reference, case[0], lambda logprobs, generated, forced=forced: forced[len(generated)]),
         )

@@ -29,7 +29,7 @@ def make_item(name: str, size: int = 1) -> Any:
     return MultiModalKwargsItem({"pixels": MultiModalFieldElem(pixels, MultiModalBatchedField())})
 
 
-class Between:
+class CachePair:
     """A front end, an engine, and the requests in transit between them.
 
     Attributes:
@@ -99,40 +99,40 @@ class Between:
 
 
 def test_image_evicted_between_processing_and_sending() -> None:
-    both = Between()
-    both.send(both.process("x"))
-    late = both.process("x")  # only its hash is sent
-    assert both.processed == ["x"]
+    pair = CachePair()
+    pair.send(pair.process("x"))
+    late = pair.process("x")  # only its hash is sent
+    assert pair.processed == ["x"]
     for name in "abcdefghij":  # these requests overtake it, and fill the engine's cache
-        both.send(both.process(name))
-    both.send(late)
-    assert both.processed == list("xabcdefghijx")
-    assert "x" in both.engine._cache
+        pair.send(pair.process(name))
+    pair.send(late)
+    assert pair.processed == list("xabcdefghijx")
+    assert "x" in pair.engine._cache
 
 
 def test_image_kept_only_in_the_front_end_by_refused_requests() -> None:
-    both = Between()
-    both.send(both.process("x"))
+    pair = CachePair()
+    pair.send(pair.process("x"))
     for name in "abcdefghijkl":
-        both.process("x")  # this request is refused
-        both.send(both.process(name))
-    both.send(both.process("x"))
+        pair.process("x")  # this request is refused
+        pair.send(pair.process(name))
+    pair.send(pair.process("x"))
 
 
 def test_an_image_whose_first_request_is_refused() -> None:
-    both = Between()
-    both.process("x")
-    second, third = both.process("x"), both.process("xx")
-    both.send(second)
-    both.send(third)
-    assert both.processed == ["x", "x"]
+    pair = CachePair()
+    pair.process("x")
+    second, third = pair.process("x"), pair.process("xx")
+    pair.send(second)
+    pair.send(third)
+    assert pair.processed == ["x", "x"]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_order_of_requests_makes_the_engine_miss_an_image(seed: int) -> None:
     chance = random.Random(seed)
     names = "abcdefghijklmnopqrstuvw"
-    both = Between({name: chance.choice([1, 1, 2, 3, 11]) for name in names})
+    pair = CachePair({name: chance.choice([1, 1, 2, 3, 11]) for name in names})
     waiting: list[Any] = []
     for _ in range(400):
         draw = chance.random()
@@ -140,119 +140,119 @@ def test_no_order_of_requests_makes_the_engine_miss_an_image(seed: int) -> None:
             image_names = "".join(
                 chance.choice(names[: chance.choice([3, 23])]) for _ in range(chance.choice([1, 1, 2, 3]))
             )
-            if sum(both.sizes[name] for name in set(image_names)) <= ROOM:  # vLLM's front end needs this much memory
-                waiting.append(both.process(image_names))
+            if sum(pair.sizes[name] for name in set(image_names)) <= ROOM:  # vLLM's front end needs this much memory
+                waiting.append(pair.process(image_names))
         elif draw < 0.9:
-            both.send(waiting.pop(chance.randrange(len(waiting))))
+            pair.send(waiting.pop(chance.randrange(len(waiting))))
         else:
             waiting.pop(chance.randrange(len(waiting)))
-    certain = both.front._held.certain  # type: ignore[attr-defined]
-    assert certain == set(both.engine._cache) and len(certain) > 1  # the plugin's account equals the engine's cache
-    assert list(both.front._held.order) == list(both.engine._cache.order)  # type: ignore[attr-defined]
+    certain = pair.front._held.certain  # type: ignore[attr-defined]
+    assert certain == set(pair.engine._cache) and len(certain) > 1  # the plugin's account equals the engine's cache
+    assert list(pair.front._held.order) == list(pair.engine._cache.order)  # type: ignore[attr-defined]
 
 
 def test_failed_send_makes_images_uncertain() -> None:
-    both = Between()
-    both.send(both.process("x"))
+    pair = CachePair()
+    pair.send(pair.process("x"))
 
     def fail() -> None:
         raise ConnectionError
 
-    both.before = fail
+    pair.before = fail
     with pytest.raises(ConnectionError):
-        both.send(both.process("xy"))
-    both.before = lambda: None
-    both.send(both.process("yx"))
+        pair.send(pair.process("xy"))
+    pair.before = lambda: None
+    pair.send(pair.process("yx"))
 
 
 def test_miss_or_reset_makes_images_uncertain() -> None:
-    both = Between()
-    both.send(both.process("ab"))
-    both.engine.clear_cache()  # the front end does not notice
+    pair = CachePair()
+    pair.send(pair.process("ab"))
+    pair.engine.clear_cache()  # the front end does not notice
     with pytest.raises(MultiModalCacheMissError):
-        both.send(both.process("a"))
-    both.front.invalidate("a")  # as vLLM's front end does after a miss
-    both.send(both.process("b"))
-    late = both.process("b")
-    both.front.clear_cache()
-    both.engine.clear_cache()
-    both.send(late)
+        pair.send(pair.process("a"))
+    pair.front.invalidate("a")  # as vLLM's front end does after a miss
+    pair.send(pair.process("b"))
+    late = pair.process("b")
+    pair.front.clear_cache()
+    pair.engine.clear_cache()
+    pair.send(late)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_reported_miss_is_handled_before_vllm_handles_it(asynchronous: bool) -> None:
     """vLLM 0.33 only queues the report, and drops it if the front end's cache no longer holds the image."""
-    both = Between()
-    both.send(both.process("ab"))
-    report, late = both.miss("a"), both.process("b")
-    received = asyncio.run(both.client.get_output_async()) if asynchronous else both.client.get_output()
+    pair = CachePair()
+    pair.send(pair.process("ab"))
+    report, late = pair.miss("a"), pair.process("b")
+    received = asyncio.run(pair.client.get_output_async()) if asynchronous else pair.client.get_output()
     assert received is report
-    both.send(late)
-    assert both.processed == ["a", "b", "b"]
+    pair.send(late)
+    assert pair.processed == ["a", "b", "b"]
 
 
 def test_answers_without_a_miss_change_nothing() -> None:
-    both = Between()
-    both.send(both.process("a"))
-    both.reports.append(EngineCoreOutputs(outputs=[EngineCoreOutput("other", [1])]))
-    both.client.get_output()
-    both.send(both.process("a"))
-    assert both.processed == ["a"]
+    pair = CachePair()
+    pair.send(pair.process("a"))
+    pair.reports.append(EngineCoreOutputs(outputs=[EngineCoreOutput("other", [1])]))
+    pair.client.get_output()
+    pair.send(pair.process("a"))
+    assert pair.processed == ["a"]
 
 
 def test_a_miss_in_an_engine_of_this_process_makes_every_item_uncertain() -> None:
-    both = Between()
-    both.send(both.process("ab"))
-    both.engine.clear_cache()
-    late = both.process("b")
+    pair = CachePair()
+    pair.send(pair.process("ab"))
+    pair.engine.clear_cache()
+    late = pair.process("b")
     with pytest.raises(MultiModalCacheMissError):
-        both.send(both.process("a"))
-    both.send(late)
-    assert both.processed == ["a", "b", "b"]
+        pair.send(pair.process("a"))
+    pair.send(late)
+    assert pair.processed == ["a", "b", "b"]
 
 
 def test_image_known_only_by_name_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
-    both = Between()
-    both.send(both.process("x"))
-    late = both.process("x")
+    pair = CachePair()
+    pair.send(pair.process("x"))
+    late = pair.process("x")
     for name in "abcdefghij":
-        both.send(both.process(name))
-    both._run = lambda name: 1 / 0  # type: ignore[assignment, method-assign]
+        pair.send(pair.process(name))
+    pair._run = lambda name: 1 / 0  # type: ignore[assignment, method-assign]
     with pytest.raises(MultiModalCacheMissError):
-        both.send(late)
+        pair.send(late)
     assert "cannot process an image again" in caplog.text
 
 
 def test_images_are_released_after_their_request_is_sent() -> None:
-    both = Between()
-    both.send(both.process("x"))
-    second = both.process("x")
+    pair = CachePair()
+    pair.send(pair.process("x"))
+    second = pair.process("x")
     promised = second.mm_features[0].data
     assert float(promised["pixels"].data[0]) == ord("x")  # readers see the item
-    both.send(second)
+    pair.send(second)
     assert second.mm_features[0].data is None and not promised.data and not vars(promised)["_reprocessing"]
 
 
 def test_server_reprocesses_in_its_processing_thread() -> None:
     async def run() -> None:
         with ThreadPoolExecutor(1, thread_name_prefix="processing") as executor:
-            both = Between(executor=executor)
-            await both.client.add_request_async(both.process("xy"))
-            late = both.process("xy")
+            pair = CachePair(executor=executor)
+            await pair.client.add_request_async(pair.process("xy"))
+            late = pair.process("xy")
             for name in "abcdefghij":
-                await both.client.add_request_async(both.process(name))
+                await pair.client.add_request_async(pair.process(name))
             threads: list[str] = []
-            process, next_one, overtaken = both._run, both.process("j"), threading.Event()
+            process, next_one, overtaken = pair._run, pair.process("j"), threading.Event()
 
             def spy(name: str) -> Any:
                 assert overtaken.wait(20)
                 threads.append(threading.current_thread().name)
                 return process(name)
 
-            both._run = spy  # type: ignore[method-assign]
+            pair._run = spy  # type: ignore[method-assign]
             arrived: list[int] = []
-            both.before = lambda: arrived.append(len(threads)) or overtaken.set()
-            await asyncio.gather(both.client.add_request_async(late), both.client.add_request_async(next_one))
+            pair.before = lambda: arrived.append(len(threads)) or overtaken.set()
+            await asyncio.gather(pair.client.add_request_async(late), pair.client.add_request_async(next_one))
             assert threads == ["processing_0"] * 2 and arrived == [0, 2]
 
     asyncio.run(run())

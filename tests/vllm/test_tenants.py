@@ -28,7 +28,7 @@ from tokenprune.integrations.vllm.settings.keys import PROFILE
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
 NAME = "llava"
-LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 36}  # tokens of an image
+NUM_KEPT = {"default": 9, "half": 18, "fast": 4, "ocr": 36}  # kept tokens of an image
 ALICE, BOB, CAROL = "sk-alice-1234567890", "sk-bob-1234567890", "sk-carol-1234567890"
 PROFILES = {"half": {"keep": 0.5}, "fast": {"keep": 0.11}, "ocr": {"off": True}}
 
@@ -180,7 +180,7 @@ def test_callers_get_their_profiles(server: Server) -> None:
         (BOB, "tiny", "half", "caller"), (CAROL, "tiny", "default", "default"),
     ):  # fmt: skip
         header = ask(server, key, model=model)
-        assert (header["profile"], header["by"], header["out"]) == (profile, by, str(LEFT[profile]))
+        assert (header["profile"], header["by"], header["out"]) == (profile, by, str(NUM_KEPT[profile]))
     for key, allowed, refused in ((ALICE, "fast, ocr", "half"), (BOB, "half", "fast"), (CAROL, "default", "ocr")):
         for arguments in ({"model": f"tiny:{refused}"}, {"mm_processor_kwargs": {"tokenprune": {"profile": refused}}}):
             status, text = ask(server, key, **arguments)

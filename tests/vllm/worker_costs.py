@@ -52,7 +52,7 @@ TABLE = Path(__file__).with_suffix(".json")
 IMAGE, START, END, WIDTH = 9, 7, 8, 16
 TEXT = 20  # tokens before an image, and after it
 # Operations that launch no kernel.
-_NONE = {
+_NO_LAUNCH = {
     "empty",
     "empty_like",
     "empty_strided",
@@ -72,7 +72,7 @@ class Launches(CountedOperations):
         name = function.overloadpacket.__name__
         values = args[0] if args and isinstance(args[0], list | tuple) else args
         on_device = isinstance(output, Far) or any(isinstance(value, Far) for value in (*args, *values))
-        if on_device and not function.is_view and name not in _NONE:
+        if on_device and not function.is_view and name not in _NO_LAUNCH:
             self.found[name] += 1
         return output
 
@@ -180,7 +180,7 @@ class Request:
         self.state = state
 
 
-def model_of(kind: type) -> Any:
+def build_model(kind: type) -> Any:
     model: Any = kind.__new__(kind)
     model.tokenprune_active, model.tokenprune_original = True, False
     model.tokenprune_clock, model.tokenprune_tower, model.tokenprune_width = Clock(None), None, WIDTH
@@ -195,7 +195,7 @@ def model_of(kind: type) -> Any:
 DIVPRUNE, OFF = {"method": "divprune", "keep": 0.25}, {"off": True}
 
 
-def counted_front(name: str, images: int, setting: dict[str, Any]) -> Counter[str]:
+def count_front_calls(name: str, images: int, setting: dict[str, Any]) -> Counter[str]:
     """Count the front end's calls for a request whose images are not cached."""
     checkpoint = CHECKPOINTS[name]
     with tempfile.TemporaryDirectory() as folder:
@@ -217,17 +217,17 @@ CASES: dict[str, tuple[type, int, tuple[int, int, int] | None, int, dict[str, An
 }
 
 
-def _picked(features: Tensor, mask: Tensor, budget: Tensor, max_budget: int) -> Tensor:
+def _select_first(features: Tensor, mask: Tensor, budget: Tensor, max_budget: int) -> Tensor:
     """Replace `farthest`."""
     return (torch.arange(mask.shape[1], device=mask.device) < budget[:, None]) & mask
 
 
-def counted(case: str) -> dict[str, Counter[Any]]:
+def count_stages(case: str) -> dict[str, Counter[Any]]:
     """Count calls, launches and waits in each stage of a request."""
     kind, *arguments = CASES[case]
     register()
-    counts, model = dict[str, Counter[Any]](), model_of(kind)
-    with mock.patch.object(divprune, "farthest", _picked), torch.no_grad():
+    counts, model = dict[str, Counter[Any]](), build_model(kind)
+    with mock.patch.object(divprune, "farthest", _select_first), torch.no_grad():
         for _ in range(2):  # the first pass fills the caches
             for stage, run in Request(model, *arguments).stages():
                 launches = counts[f"{stage} launches"] = Counter()
@@ -238,7 +238,7 @@ def counted(case: str) -> dict[str, Counter[Any]]:
             calls = counts[f"{stage} calls"] = Counter()
             with counting(), counted_calls(calls):
                 run()
-    counts["front calls"] = counted_front(case.split()[0].strip(","), arguments[2], arguments[3])
+    counts["front calls"] = count_front_calls(case.split()[0].strip(","), arguments[2], arguments[3])
     return counts
 
 
@@ -250,7 +250,7 @@ def main() -> int:
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     rose = []
     for case in CASES:
-        counts = counted(case)
+        counts = count_stages(case)
         old, new = table.get(case, {}), {name: counter.total() for name, counter in counts.items()}
         print(f"{case}: " + "  ".join(f"{name} {old.get(name, '-')} -> {new[name]}" for name in new))
         for name, counter in counts.items():
