@@ -179,12 +179,12 @@ def for_comparison() -> str:
             for name, marks in marks_at(results, names, target).items():
                 if name not in BASELINES and (name, target) in results.answers:
                     beaten.setdefault(name, []).append(set(BASELINES.values()) - set(marks))
-    why = {
+    reasons = {
         name: f"random at {_times('rnd', sets)}, uniform at {_times('uni', sets)} of {len(sets)} settings"
         for name, sets in sorted(beaten.items())
         if name not in advised and len(sets) >= ENOUGH and not any({"rnd", "uni"} <= names for names in sets)
     }
-    content = {"made_by": "python benchmarks/experiments/all_methods.py page", "models": list(MODELS), "methods": why}
+    content = {"made_by": "python benchmarks/experiments/all_methods.py page", "models": list(MODELS), "methods": reasons}
     return json.dumps(content, indent=1) + "\n"
 
 
@@ -319,20 +319,23 @@ def _not_reached(results: Results, targets: list[float]) -> str:
     by_reason: dict[str, dict[str, list[str]]] = {}
     for skipped in (skipped for skipped in results.skipped if skipped["keep"] in targets):
         # Remove the method and the numbers, so that methods and targets with the same reason share a line.
-        who = re.escape(skipped["method"])
-        promised, solved = rf"{who} has no setting for a layer average of [\d.]+: ", r"Budget\(average_share=[\d.]+\) "
+        name_pattern = re.escape(skipped["method"])
+        promised, solved = (
+            rf"{name_pattern} has no setting for a layer average of [\d.]+: ",
+            r"Budget\(average_share=[\d.]+\) ",
+        )
         reason = re.sub(rf"^({promised}|{solved})", "", skipped["reason"])
         reason = re.sub(r"average_share=[\d.]+", "average_share=...", re.sub(r"spent [\d.]+", "spent less", reason))
         # Keep the problem only: an error ends with the advice.
-        reason = re.split(r"[;:.](?: |$)", re.sub(f"^{who}:? ", "", reason))[0]
+        reason = re.split(r"[;:.](?: |$)", re.sub(f"^{name_pattern}:? ", "", reason))[0]
         by_reason.setdefault(reason, {}).setdefault(skipped["method"], []).append(f"{100 * skipped['keep']:g}")
     lines = []
-    for why, who in by_reason.items():
+    for shared_reason, targets_by_name in by_reason.items():
         names = [
             f"`{name}`" + ("" if len(missed) == len(targets) else f" at {', '.join(missed)} %")
-            for name, missed in who.items()
+            for name, missed in targets_by_name.items()
         ]
-        lines.append(f"- {', '.join(names)}: {why}")
+        lines.append(f"- {', '.join(names)}: {shared_reason}")
     return "\n".join(["### Not reached", "", *lines]) if lines else ""
 
 

@@ -112,12 +112,12 @@ def test_streamed_images_match_one_prompt(name: str) -> None:
         for index, (prompt_ids, actual) in enumerate(((ids, first), (second_ids, second))):
             # Each image enters separately, so no image has aged.
             prompt = await streamer.input(prompt_ids, images, {"keep": 0.25})
-            same(await streamer.answer(prompt, f"whole {index}"), actual)
+            check_same(await streamer.answer(prompt, f"whole {index}"), actual)
 
     asyncio.run(run())
 
 
-def same(first: list[tuple[int, dict[int, float]]], second: list[tuple[int, dict[int, float]]]) -> None:
+def check_same(first: list[tuple[int, dict[int, float]]], second: list[tuple[int, dict[int, float]]]) -> None:
     assert [token for token, _ in first] == [token for token, _ in second]
     for (_, first_logprobs), (_, second_logprobs) in zip(first, second, strict=True):
         for token in first_logprobs.keys() & second_logprobs.keys():
