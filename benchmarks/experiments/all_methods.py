@@ -184,7 +184,11 @@ def for_comparison() -> str:
         for name, sets in sorted(beaten.items())
         if name not in advised and len(sets) >= ENOUGH and not any({"rnd", "uni"} <= names for names in sets)
     }
-    content = {"made_by": "python benchmarks/experiments/all_methods.py page", "models": list(MODELS), "methods": reasons}
+    content = {
+        "made_by": "python benchmarks/experiments/all_methods.py page",
+        "models": list(MODELS),
+        "methods": reasons,
+    }
     return json.dumps(content, indent=1) + "\n"
 
 

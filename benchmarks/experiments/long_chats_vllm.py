@@ -79,12 +79,12 @@ class Engine:
         model = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
         embed = model.embed_multimodal
 
-        def counted(**kwargs: Any) -> Any:
+        def count_embeddings(**kwargs: Any) -> Any:
             embeddings = embed(**kwargs)
             self.encoded += len(embeddings)
             return embeddings
 
-        model.embed_multimodal = counted
+        model.embed_multimodal = count_embeddings
 
     def counters(self) -> tuple[int, int]:
         """Return vLLM's counts of queried and hit tokens of the prefix cache."""

@@ -46,7 +46,7 @@ class InForce:
     end: float = math.inf
 
 
-def legal(request: Request, offer: Mapping[str, Any]) -> list[tuple[str, str] | None]:
+def list_allowed(request: Request, offer: Mapping[str, Any]) -> list[tuple[str, str] | None]:
     """Return each (method, keep) that may serve a request while an offer is in force. None means a refusal.
 
     The request must choose a profile by name, or use the default.
@@ -79,13 +79,13 @@ def _served(sent: Sent, times: Sequence[InForce]) -> list[tuple[str, str] | None
 
     A removed profile stays valid for a grace period, with its last offer.
     """
-    allowed = legal(sent.request, OFFERS[times[-1].index])
+    allowed = list_allowed(sent.request, OFFERS[times[-1].index])
     if allowed != [None]:
         return allowed
-    had = (index for index, time in enumerate(times) if legal(sent.request, OFFERS[time.index]) != [None])
+    had = (index for index, time in enumerate(times) if list_allowed(sent.request, OFFERS[time.index]) != [None])
     if (last := max(had, default=None)) is None or sent.begin > times[last].end + GRACE_SECONDS:
         return allowed
-    before = legal(sent.request, OFFERS[times[last].index])
+    before = list_allowed(sent.request, OFFERS[times[last].index])
     return before if sent.end < times[last + 1].begin + GRACE_SECONDS else before + allowed
 
 

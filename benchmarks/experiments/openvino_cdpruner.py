@@ -121,7 +121,7 @@ def asked(subject: Model, images: int, kinds: tuple[str, ...]) -> Iterator[Asked
         yield Asked(example, image, subject.prompt([image], example.question), inputs, visual, features, embedded[text])
 
 
-def described(kept: Tensor, features: Tensor, text: Tensor, weight: float, halves: bool) -> float:
+def compute_agreement(kept: Tensor, features: Tensor, text: Tensor, weight: float, halves: bool) -> float:
     """Return the share of `kept` that the formula of GenAI's source selects.
 
     Relevance is the cosine to the mean embedding of all text before and after the image. The kernel is a linear mix of
@@ -249,7 +249,9 @@ def measure(subject: Model, questions: list[Asked], folder: Path) -> Iterator[di
                 "halves": threshold is None, "tokens": int(question.visual.sum()), "theirs": their_tokens.tolist(),
                 "ours": our_tokens.tolist(), "right": right(question, their_answer),
                 "right_ours": right(question, our_answer),
-                "described": described(their_tokens, question.features, question.around, weight, threshold is None),
+                "described": compute_agreement(
+                    their_tokens, question.features, question.around, weight, threshold is None
+                ),
                 "same_answer": their_answer == with_tokens(subject, question, their_tokens),
             }  # fmt: skip
 

@@ -177,7 +177,7 @@ def adapt(model: Any) -> Any:
     return get_peft_model(model, config)
 
 
-def under(model: Any, method: str, keep: float) -> Any:
+def apply_setting(model: Any, method: str, keep: float) -> Any:
     return nullcontext() if (method, keep) in UNPRUNED else tokenprune.patched(model, method, keep=keep, guard="off")
 
 
@@ -197,7 +197,7 @@ def tune(
     source, losses, begin = batches(drawings, batch, (SEED, TUNING)), [], _clocks()
     adapted.train()
     for step in range(steps):
-        with under(subject.model, *settings[step % len(settings)]):
+        with apply_setting(subject.model, *settings[step % len(settings)]):
             loss = subject.model(**lesson(subject, next(source)), use_cache=False).loss
             loss.backward()
         nn.utils.clip_grad_norm_(learned, 1.0)
@@ -218,7 +218,7 @@ def validation_loss(subject: Model, drawings: Drawings, questions: int) -> float
     source, size, losses = batches(drawings, 16, (SEED, VALIDATION)), -(-questions // 16), []
     all_inputs = [lesson(subject, next(source)) for _ in range(size)]
     for setting in PRUNED:
-        with under(subject.model, *setting):
+        with apply_setting(subject.model, *setting):
             losses += [subject.model(**inputs, use_cache=False).loss.item() for inputs in all_inputs]
     return round(float(np.mean(losses)), 4)
 
@@ -227,7 +227,7 @@ def validation_loss(subject: Model, drawings: Drawings, questions: int) -> float
 def ask(subject: Model, examples: Sequence[Any], method: str, keep: float, batch: int = 27) -> dict[str, Any]:
     """Ask held-out questions. Return the right answers as a string of 1 and 0, and the visual tokens per image."""
     right, tokens, begin = "", 0, _clocks()
-    with under(subject.model, method, keep):
+    with apply_setting(subject.model, method, keep):
         for start in range(0, len(examples), batch):
             chunk = examples[start : start + batch]
             inputs = subject.inputs([example.image for example in chunk], [example.question for example in chunk])
@@ -248,7 +248,7 @@ def _spent(begin: tuple[float, float]) -> dict[str, float]:
     return {"seconds": round(wall, 1), "cpu_seconds": round(cpu, 1), "load": round(os.getloadavg()[0], 2)}
 
 
-def tried(tower: FrozenTower, rates: Sequence[float], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def try_rates(tower: FrozenTower, rates: Sequence[float], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Tune for a few steps with each learning rate (0: no tuning), and measure the loss on the validation draw."""
     drawings, others = draw(TUNING, args.images), draw(VALIDATION, args.validation)
     for rate in rates:
@@ -268,7 +268,9 @@ def run(tower: FrozenTower, args: argparse.Namespace, known: Sequence[dict[str, 
             "kinds": [example.kind for example in examples], "images": args.images, "rank": RANK,
         }  # fmt: skip
     tries = [record for record in known if record["record"] == "tried"]
-    for record in tried(tower, [rate for rate in args.rates if rate not in {record["rate"] for record in tries}], args):
+    for record in try_rates(
+        tower, [rate for rate in args.rates if rate not in {record["rate"] for record in tries}], args
+    ):
         tries.append(record)
         yield record
     scored = [record for record in tries if record["rate"]]

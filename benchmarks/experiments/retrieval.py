@@ -211,7 +211,7 @@ def gain(row: dict[str, Any]) -> np.ndarray:
     return np.where(ranks < 5, 1 / np.log2(ranks + 2), 0.0)
 
 
-def interval(values: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+def compute_interval(values: np.ndarray, other: np.ndarray) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of the mean difference in points."""
     resampled = np.random.default_rng(0).integers(0, len(values), (2000, len(values)))
     low, high = np.percentile(100 * (values - other)[resampled].mean(1), [2.5, 97.5])
@@ -243,7 +243,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                     continue
                 recalls = np.mean([recall(row) for row in same], 0)
                 best = next(row for row in results if (row["method"], row["vectors"]) == ("ward", num_vectors))
-                low, high = interval(recalls, recall(best))
+                low, high = compute_interval(recalls, recall(best))
                 text = f"{100 * recalls.mean():.1f}"
                 cells.append(text if low <= 0 <= high else f"**{text}**")
             half = [row for row in results if (row["where"], row["method"], row["vectors"]) == (stage, name, 128)]

@@ -165,7 +165,9 @@ def _times(row: dict[str, Any]) -> list[str]:
     return [f"x{row['speedup']:.2f}", *stages, f"{after['selection']:.0f}", limits]
 
 
-def timed(subject: Any, examples: list[Any], setting: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+def time_setting(
+    subject: Any, examples: list[Any], setting: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
     """Profile a setting in turn with the unpatched model, and return times and load."""
     load = Load(args.allow_load)
     profile = profile_call(subject, examples[0].images, examples[0].question, setting, repeats=args.repeats)
@@ -182,7 +184,7 @@ def retime(path: Path, args: argparse.Namespace) -> None:
         known = line.get("code") == code_version() and not is_loaded(line, about)
         if "group" in line and not (args.resume and known):
             line.pop("loaded", None)
-            line |= timed(subject, examples, line["setting"], args)
+            line |= time_setting(subject, examples, line["setting"], args)
             write(path, [about, *lines])
 
 
@@ -245,7 +247,7 @@ def main() -> None:
         if best is None:
             console.print(f"{group}: no setting was tried", markup=False)
             continue
-        lines.append(record(group, best, timed(subject, examples, best[0].candidate, args), len(examples)))
+        lines.append(record(group, best, time_setting(subject, examples, best[0].candidate, args), len(examples)))
         lines[0]["unpatched"] = float(panel.scores(None, [*tuner.search, *tuner.held_out]).mean())
         write(path, lines)
     summary_table = table(path)

@@ -39,7 +39,7 @@ SHARES = (1.0, 0.25, 0.11, 0.03, 0.01)
 
 
 @contextmanager
-def drawn() -> Iterator[None]:
+def read_random_entries() -> Iterator[None]:
     """Let answers read random entries instead of the most attended ones."""
     draw = torch.Generator().manual_seed(0)
 
@@ -74,7 +74,7 @@ def main() -> None:
             if len(unpruned.ids) < 4:  # including the end token
                 continue
             for way in ways:
-                with drawn() if way[1] == "drawn" else nullcontext():
+                with read_random_entries() if way[1] == "drawn" else nullcontext():
                     answer = session.ask(example.question, attend=way[0], max_new_tokens=32)
                 right[way].append(ending(answer.rstrip("."), example.answer) == 1)
                 same[way].append(answer == unpruned.text)

@@ -74,7 +74,7 @@ def anew(model: Any, frames: Frames, end: int, last: int) -> torch.Tensor:
     return output.logits[0][0]
 
 
-def streamed(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_stream(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of a stream."""
     device = next(model.parameters()).device
     frames, clock, rows = Frames(device), Clock(device), []
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     device, load = torch.device(args.device), Load(args.allow_load)
     torch.set_num_threads(1)
-    rows = streamed(qwen(args.decoder, device, torch.float32), args)
+    rows = measure_stream(qwen(args.decoder, device, torch.float32), args)
     summary_row = summary(rows)
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "allow_load", "device")}
     first = header(device, code=code_version(), **settings)

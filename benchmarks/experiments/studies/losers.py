@@ -51,7 +51,7 @@ def groups_of(subject: Model, inputs: Any, method: str, keep: float) -> Tensor:
 
 
 @contextmanager
-def reading(subject: Model, inputs: Any, method: str, keep: float, how: str) -> Iterator[None]:
+def run_variant(subject: Model, inputs: Any, method: str, keep: float, how: str) -> Iterator[None]:
     """Run the model as a variant prescribes, for the length of a `with` block."""
     model = subject.model
     with ExitStack() as stack:
@@ -108,12 +108,12 @@ def main() -> None:
             for method, variant in plan:
                 counts: list[float] = []
 
-                def look(rows: int, counts: list[float] = counts) -> None:
+                def record_counts(rows: int, counts: list[float] = counts) -> None:
                     if tokenprune.is_patched(subject.model):
                         counts.append(tokenprune.stats(subject.model).visual_tokens_out / rows)
 
-                changed = partial(reading, subject, method=method, keep=keep, how=variant)
-                right = ask(bench, subject, changed, look)
+                changed = partial(run_variant, subject, method=method, keep=keep, how=variant)
+                right = ask(bench, subject, changed, record_counts)
                 tokens = sum(counts) / len(counts) if counts else SIDE**2
                 record = {
                     "method": method,

@@ -159,7 +159,7 @@ def sessions(
     return by_name | {(ALL, 0): begun(10**6, "window")}
 
 
-def measured(subject: Any, index: int, ages: Sequence[int], memories: Sequence[int]) -> list[dict[str, Any]]:
+def measure_stream(subject: Any, index: int, ages: Sequence[int], memories: Sequence[int]) -> list[dict[str, Any]]:
     """Return a row for each policy and memory size of a stream."""
     stream = draw_stream(index, BEFORE, (SIZE, SIZE))
     positions, gold = places_of(stream, BEFORE * FRAMES // 2), [question.answer for question in stream.questions]
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows.measure("count", lambda: counted(subject))
     ages = [age for age in AGES if age <= args.most]
     for index in range(args.first, args.first + args.streams):
-        rows.measure([index, args.most], lambda index=index: measured(subject, index, ages, memories))
+        rows.measure([index, args.most], lambda index=index: measure_stream(subject, index, ages, memories))
 
 
 if __name__ == "__main__":

@@ -49,10 +49,16 @@ def cells(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int, int], dict[str
             shares = [float(np.mean(row["share"][index])) for row, index in answered] + [0.0] * (
                 len(rows_of_name) - len(answered)
             )
-            cell: dict[str, Any] = {"streams": len(rows_of_name), "asked": len(answered), "share": interval(shares)}
+            cell: dict[str, Any] = {
+                "streams": len(rows_of_name),
+                "asked": len(answered),
+                "share": compute_interval(shares),
+            }
             for way in ("right", "closed"):
                 too_few = 2 * len(answered) < len(rows_of_name)
-                cell[way] = None if too_few else interval([float(np.mean(row[way][index])) for row, index in answered])
+                cell[way] = (
+                    None if too_few else compute_interval([float(np.mean(row[way][index])) for row, index in answered])
+                )
             cells_by_key[*name, age] = cell
     return cells_by_key
 
@@ -60,10 +66,10 @@ def cells(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int, int], dict[str
 def guessed(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
     """Return the share of right answers before the event, with its interval."""
     of_streams = {row["stream"]: float(np.mean(row["right"][0])) for row in rows if row.get("policy") == GUESS}
-    return interval([*of_streams.values()])
+    return compute_interval([*of_streams.values()])
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
+def compute_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Return a mean and its bootstrapped 95 % interval."""
     rng, array = np.random.default_rng(0), np.asarray(values, float)
     low, high = np.percentile(array[rng.integers(0, len(array), (DRAWS, len(array)))].mean(1), (2.5, 97.5))
@@ -99,7 +105,7 @@ def _percent(mean_and_interval: tuple[float, float, float]) -> str:
 
 
 @use_default_style()
-def drawn(rows: Sequence[dict[str, Any]]) -> bytes:
+def draw_figure(rows: Sequence[dict[str, Any]]) -> bytes:
     """Draw a figure with a column per memory size: shares above, right answers with gaps closed below."""
     from matplotlib.figure import Figure
 
@@ -135,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--figure", type=Path, default=FIGURE)
     args = parser.parse_args(argv)
     records = read(args.rows)[1]
-    args.figure.write_bytes(drawn(records))
+    args.figure.write_bytes(draw_figure(records))
     for table in tables(records):
         get_console().print(table)
 
