@@ -66,11 +66,11 @@ class ChatReference(Reference):
 
     def __init__(self, plain: Path, processor: Any) -> None:
         super().__init__(CHECKPOINTS["internvl"], plain)
-        self.made = processor
+        self.mm_processor = processor
 
     def inputs(self, prompt: str, images: list[Any], videos: Any = ()) -> dict[str, Any]:
-        data = self.made.info.parse_mm_data({"image": images})
-        out = self.made(prompt, data, hf_processor_mm_kwargs={"tokenprune": {"off": True}})
+        data = self.mm_processor.info.parse_mm_data({"image": images})
+        out = self.mm_processor(prompt, data, hf_processor_mm_kwargs={"tokenprune": {"off": True}})
         ids = torch.tensor([out["prompt_token_ids"]])
         pixels = torch.cat([item["pixel_values_flat"].data for item in out["mm_kwargs"]["image"]])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}

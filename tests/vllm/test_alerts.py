@@ -46,7 +46,7 @@ class Server:
     """Front end, and the series that Prometheus would read from it, with a sample per minute."""
 
     def __init__(self, folder: Callable[[str], Path], setting: Any, name: str, tmp_path: Path) -> None:
-        self.name, self.place, self.series, self.minutes = name, tmp_path, {}, 0
+        self.name, self.folder, self.series, self.minutes = name, tmp_path, {}, 0
         front = FrontEnd(folder, NAME, setting, name)
         self.ask, self.model_config, self.engine = front.ask, front.model_config, engine_parts(front.processor)
         self.clock = clock.Clock(getattr(self.model_config.multimodal_config, METRICS_FOLDER, None))
@@ -101,7 +101,7 @@ class Server:
         query = 'group by (alertname) (ALERTS{alertstate="firing"})'
         case = {"expr": query, "eval_time": f"{self.minutes - 1}m", "exp_samples": expected}
         test = {"interval": "1m", "input_series": series, "promql_expr_test": [case]}
-        file = self.place / "alerts-test.yaml"
+        file = self.folder / "alerts-test.yaml"
         file.write_text(yaml.safe_dump({"rule_files": [str(FILE)], "evaluation_interval": "1m", "tests": [test]}))
         result = subprocess.run([PROMTOOL, "test", "rules", str(file)], capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr
@@ -134,7 +134,7 @@ def break_method(server: Server) -> None:
 
 
 def spoil(server: Server) -> None:
-    (server.place / "offer.json").write_text('{"profiles": {"fast": {"keep": 7.5}}}')
+    (server.folder / "offer.json").write_text('{"profiles": {"fast": {"keep": 7.5}}}')
     assert not asyncio.run(reload.reload(server.engine))
 
 
@@ -199,7 +199,7 @@ def test_clients_fire_no_alert(folder: Any, tmp_path: Path, case: str) -> None:
 def test_deleted_servers_are_down(tmp_path: Path) -> None:
     """Service discovery removes a deleted pod together with its series."""
     server = object.__new__(Server)
-    server.place, server.minutes = tmp_path, 20
+    server.folder, server.minutes = tmp_path, 20
     server.series = {'up{job="vllm"}': ["1", "1"]}
     server.fires("VllmDown")
 
