@@ -315,7 +315,7 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def encoded(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def encoder_calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Empty all caches, and record the number of items in each call of the encoder."""
     engine.forget()
     return count_items(engine.model, monkeypatch)

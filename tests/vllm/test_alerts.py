@@ -37,7 +37,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def minutes_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def write_times_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write selection times at once, not once a second."""
     monkeypatch.setattr(clock, "_INTERVAL", 0.0)
 

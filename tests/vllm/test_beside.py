@@ -69,7 +69,7 @@ class TestSpeculation:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def eagle_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a random EAGLE-3 head: one layer, which reads the last token and hidden states of three layers."""
     folder = tmp_path_factory.mktemp("head")
     config = {key: value for key, value in text("llama", num_hidden_layers=1).items() if key != "model_type"}
@@ -93,9 +93,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.only_v1("V2's kernels of drafts were not tried in Triton's interpreter")
 class TestDraftsOfAModel:
     def test_answers_are_the_same(
-        self, start: Callable[..., Engine], reference: Any, head: Path, drafted: list[list[int]]
+        self, start: Callable[..., Engine], reference: Any, eagle_head: Path, drafted: list[list[int]]
     ) -> None:
-        eagle = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+        eagle = {"method": "eagle3", "model": str(eagle_head), "num_speculative_tokens": 2}
         engine = start("llava", DIVPRUNE, speculative_config=eagle, max_num_batched_tokens=24)
         checkpoint = engine.checkpoint
         cases = [

@@ -43,7 +43,7 @@ def test_chunks_split_videos(engine: Engine, reference: Any, checkpoint: Checkpo
 
 
 def test_a_second_time_from_the_cache(
-    engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
+    engine: Engine, reference: Any, checkpoint: Checkpoint, encoder_calls: list[int]
 ) -> None:
     prompt, images = checkpoint.prompt(1, "what is it, and where? "), checkpoint.images(1)
     hits = []
@@ -51,7 +51,7 @@ def test_a_second_time_from_the_cache(
         (output,) = engine.check(reference, [(prompt, images, ONE)])
         hits.append(output.num_cached_tokens)
     assert hits[0] == 0 and hits[1] >= BLOCK, hits
-    assert encoded == [1]
+    assert encoder_calls == [1]
 
     # The same image with another question. Kept tokens stay in the cache, even if the hit ends within the image.
     other = checkpoint.prompt(1, "something else altogether? ")
@@ -59,25 +59,27 @@ def test_a_second_time_from_the_cache(
     assert output.num_cached_tokens >= BLOCK
 
 
-def test_settings_share_no_cache(engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]) -> None:
+def test_settings_share_no_cache(
+    engine: Engine, reference: Any, checkpoint: Checkpoint, encoder_calls: list[int]
+) -> None:
     """Blocks contain only placeholders of the same id, so only the item's hash separates settings."""
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     settings = [ONE, {"keep": 31}, {"method": "uniform", "keep": 30}, {"method": "pool", "keep": 30}, {"off": True}]
     for override in settings:
         (output,) = engine.check(reference, [(prompt, images, override)])
         assert output.num_cached_tokens == 0
-    assert encoded == [1] * len(settings)
+    assert encoder_calls == [1] * len(settings)
     # Another spelling of the first setting.
     (output,) = engine.generate([engine.request(prompt, images, {"method": "divprune", "keep": 30})])
     assert output.num_cached_tokens >= BLOCK
 
 
 def test_the_encoder_gets_what_its_memory_was_measured_for(
-    engine: Engine, checkpoint: Checkpoint, encoded: list[int]
+    engine: Engine, checkpoint: Checkpoint, encoder_calls: list[int]
 ) -> None:
     """Both pruned images fit into a chunk and into the scheduler's budget, which one unpruned image fills."""
     engine.generate([engine.request(checkpoint.prompt(2), checkpoint.images(2), {"keep": 2})])
-    assert encoded == [1, 1]
+    assert encoder_calls == [1, 1]
 
 
 def test_batched_requests_match_single_requests(engine: Engine, checkpoint: Checkpoint) -> None:

@@ -79,7 +79,7 @@ def test_log_is_off_by_default(folder: Callable[[str], Path], caplog: pytest.Log
     front.ask(1)
     with pytest.raises(OptionError, match="does not exist"):
         front.ask(1, {"profile": "fsat"})
-    with Clock.from_config(worker(front.model_config)).timing("divprune", CPU):
+    with Clock.from_config(create_worker_config(front.model_config)).timing("divprune", CPU):
         pass
     assert read_events(caplog) == []
 
@@ -92,7 +92,7 @@ def test_bad_values_stop_the_server(folder: Callable[[str], Path]) -> None:
         config(folder("llava"), DIVPRUNE | {"profiles": {"fast": {"keep": 0.11, "log": "json"}}})
 
 
-def worker(model_config: Any, rank: int = 0) -> Any:
+def create_worker_config(model_config: Any, rank: int = 0) -> Any:
     return SimpleNamespace(model_config=model_config, parallel_config=SimpleNamespace(rank=rank))
 
 
@@ -103,7 +103,7 @@ def test_selections(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixt
     for rank, folder_path in ((0, seconds), (0, seconds / "elsewhere"), (1, seconds)):
         setattr(model_config.multimodal_config, METRICS_FOLDER, str(folder_path))
         read_events(caplog)
-        with Clock.from_config(worker(model_config, rank)).timing("evs", CPU, item):
+        with Clock.from_config(create_worker_config(model_config, rank)).timing("evs", CPU, item):
             torch.zeros(9)
         events = read_events(caplog)
         if rank:

@@ -35,10 +35,10 @@ FLOAT32 = pytest.mark.skipif(
 
 
 @pytest.fixture
-def served(
+def start_quantized(
     folder: Callable[[str], Path], start: Callable[..., Engine], tmp_path: Path
 ) -> Callable[..., tuple[Engine, Any]]:
-    """Return served(name, kind, setting, **options), which starts an engine and returns it with its reference."""
+    """Return a function that starts an engine with quantized weights, and returns it with its reference."""
 
     def get(name: str, kind: str, server_setting: dict[str, Any], **options: Any) -> tuple[Engine, Any]:
         reference = quantized.write(kind, ALL[name], folder(name), tmp_path)
@@ -59,8 +59,8 @@ def measure_gap(first: tuple[list[int], Tensor], second: tuple[list[int], Tensor
         ("gptq", UNIFORM, "bfloat16"),
     ],
 )
-def test_before_the_language_model(served: Any, kind: str, server_setting: dict[str, Any], dtype: str) -> None:
-    engine, reference = served("llava", kind, server_setting, dtype=dtype)
+def test_before_the_language_model(start_quantized: Any, kind: str, server_setting: dict[str, Any], dtype: str) -> None:
+    engine, reference = start_quantized("llava", kind, server_setting, dtype=dtype)
     checkpoint = engine.checkpoint
     prompts = [(checkpoint.prompt(n), checkpoint.images(n), o) for n, o in ((1, {}), (2, {"keep": 0.5}))]
     outputs = engine.generate([engine.request(*case) for case in prompts])
@@ -74,11 +74,11 @@ def test_before_the_language_model(served: Any, kind: str, server_setting: dict[
 
 
 @FLOAT32
-def test_inside_the_language_model(served: Any) -> None:
+def test_inside_the_language_model(start_quantized: Any) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    engine, reference = served("llava_deep", "int8", setting(DART), disable_chunked_mm_input=True)
+    engine, reference = start_quantized("llava_deep", "int8", setting(DART), disable_chunked_mm_input=True)
     prompt, images = engine.checkpoint.prompt(2), engine.checkpoint.images(2)
     request = engine.request(prompt, images)
     (output,) = engine.generate([request])

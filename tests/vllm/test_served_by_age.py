@@ -64,7 +64,7 @@ def compute_kept(counts: list[int]) -> list[int]:
 
 
 def test_only_aged_images_are_encoded_again(
-    engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
+    engine: Engine, reference: Any, checkpoint: Checkpoint, encoder_calls: list[int]
 ) -> None:
     """Only aged images are encoded again, and the prefix cache is valid up to the first aged image."""
     if checkpoint.name in ("mistral3", "smolvlm"):
@@ -87,8 +87,8 @@ def test_only_aged_images_are_encoded_again(
         changed = [image_index for image_index, (old, new) in enumerate(zip(before, kept, strict=False)) if old != new]
         shared = pad_indices[sum(kept[: changed[0]])] if changed else length
         assert output.num_cached_tokens == shared // BLOCK * BLOCK
-        assert sum(encoded) == len(changed) + 1, "an image that did not age is encoded again"
-        encoded.clear()
+        assert sum(encoder_calls) == len(changed) + 1, "an image that did not age is encoded again"
+        encoder_calls.clear()
         before, length, hits = kept, len(ids), hits + output.num_cached_tokens
         changes.append(changed)
     assert changes == [[], [], [], [0, 1], [], [2, 3], []] and hits > 0

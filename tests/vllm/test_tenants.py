@@ -71,7 +71,7 @@ def model_config(folder: Callable[[str], Path], request: pytest.FixtureRequest) 
 
 
 @pytest.fixture
-def calling(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+def set_caller(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     """Return a function that sets the API key of the following requests."""
 
     def call(key: str | None) -> None:
@@ -82,8 +82,8 @@ def calling(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
 
 
 @pytest.mark.parametrize("requested", ["half", "default", "fsat", ["fast"]])
-def test_a_caller_names_no_other_profile(model_config: Any, calling: Any, requested: Any) -> None:
-    calling(ALICE)
+def test_a_caller_names_no_other_profile(model_config: Any, set_caller: Any, requested: Any) -> None:
+    set_caller(ALICE)
     offer = get_server_config(model_config)
     allowed = profiles._get_allowed(offer)
     assert allowed == ("fast", "ocr")
@@ -94,19 +94,19 @@ def test_a_caller_names_no_other_profile(model_config: Any, calling: Any, reques
             profiles.choose_profile({}, offer, f"tiny:{requested}", "tiny", lambda: "default", allowed)
 
 
-def test_endpoints_without_profiles_refuse_a_caller_that_has_one(model_config: Any, calling: Any) -> None:
+def test_endpoints_without_profiles_refuse_a_caller_that_has_one(model_config: Any, set_caller: Any) -> None:
 
     def ask(model: str = model_config.served_model_name, **setting: Any) -> None:
         kwargs = {"tokenprune": setting} if setting else None
         profiles._check_no_profile(model_config, SimpleNamespace(model=model, mm_processor_kwargs=kwargs))
 
     for caller in (None, CAROL):
-        calling(caller)
+        set_caller(caller)
         ask()
         ask(keep=0.5)
         with pytest.raises(CallerError, match="may not use profile 'fast'; it may use default"):
             ask(profile="fast")
-    calling(ALICE)
+    set_caller(ALICE)
     with pytest.raises(OptionError, match="this caller selects profile 'fast', and this endpoint supports"):
         ask()
     with pytest.raises(OptionError, match="this caller selects profile 'fast', and this endpoint supports"):

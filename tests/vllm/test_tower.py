@@ -128,22 +128,22 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine], thresho
 
 
 def test_single_requests_and_cache_hits(
-    engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
+    engine: Engine, reference: Any, checkpoint: Checkpoint, encoder_calls: list[int]
 ) -> None:
     images, text = checkpoint.images(1), "what is it, and where, and why is it there at all? "
     for prompt in (checkpoint.prompt(1, text), checkpoint.prompt(1, text), checkpoint.prompt(1, "else? ")):
         engine.check(reference, [(prompt, images)])
-    assert encoded == [1]
+    assert encoder_calls == [1]
 
 
 def test_mixed_settings_in_one_call_of_the_tower(
-    engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
+    engine: Engine, reference: Any, checkpoint: Checkpoint, encoder_calls: list[int]
 ) -> None:
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     for settings in (SETTINGS[:4], SETTINGS[2:]):
         engine.forget()
         engine.check(reference, [(prompt, images, override) for override in settings])
-    assert max(encoded) > 1
+    assert max(encoder_calls) > 1
     assert engine.model.tokenprune_tower._scores == {}
 
 

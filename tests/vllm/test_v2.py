@@ -73,10 +73,10 @@ def test_items_that_vllm_rebuilds(
 
 
 def test_the_encoder_gets_what_its_memory_was_measured_for(
-    engine: Engine, checkpoint: Checkpoint, encoded: list[int]
+    engine: Engine, checkpoint: Checkpoint, encoder_calls: list[int]
 ) -> None:
     engine.generate([engine.request(checkpoint.prompt(2), checkpoint.images(2), {"keep": 2})])
-    assert encoded == [1, 1]
+    assert encoder_calls == [1, 1]
 
 
 def test_reduction_inside_the_language_model_is_refused_by_name(folder: Any) -> None:
