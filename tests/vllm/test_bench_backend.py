@@ -46,7 +46,7 @@ def engine() -> Iterator[OfflineEngine]:
 
 
 @pytest.fixture
-def encoder_calls(engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def encoded(engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the number of items in each call of the encoder."""
     model = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     return count_items(model, monkeypatch)
@@ -143,10 +143,10 @@ def test_prompts_are_those_of_transformers(engine: OfflineEngine) -> None:
     assert reply.prompt_tokens == len(ids)
 
 
-def test_timed_requests_bypass_the_cache(engine: OfflineEngine, encoder_calls: list[int]) -> None:
+def test_timed_requests_find_no_cache(engine: OfflineEngine, encoded: list[int]) -> None:
     backend, question = VllmBackend(engine, "", 4), load_heldout(limit=1)[0]
     timing = backend.timing(Setting.from_text("pool", 0.25), question, 2)
-    assert len(encoder_calls) == 6  # three rounds of two requests
+    assert len(encoded) == 6  # three rounds of two requests
     assert timing["repeats"] == 2 and timing["rows"] == 1
     for name in ("ttft_ms", "ttft_ms_unpatched", "token_ms", "token_ms_unpatched", "ttft_ratio", "token_ratio"):
         assert 0 < timing[name]["p20"] <= timing[name]["p50"] <= timing[name]["p80"]
@@ -154,7 +154,7 @@ def test_timed_requests_bypass_the_cache(engine: OfflineEngine, encoder_calls: l
     chat = Chat(question.images, question.question)
     for _ in range(2):
         engine.ask([chat], {"method": "uniform", "keep": 3}, 1)
-    assert len(encoder_calls) == 7  # the cache has the image
+    assert len(encoded) == 7  # the same image is in the cache
 
 
 def test_refused_requests_raise(engine: OfflineEngine) -> None:
