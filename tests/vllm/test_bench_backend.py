@@ -157,7 +157,7 @@ def test_timed_requests_find_no_cache(engine: OfflineEngine, encoded: list[int])
     assert len(encoded) == 7  # the same image is in the cache
 
 
-def test_refused_requests_raise(engine: OfflineEngine) -> None:
+def test_what_an_engine_refuses_is_said(engine: OfflineEngine) -> None:
     images = load_heldout(limit=1)[0].images
     with pytest.raises(TokenPruneError, match=r"vLLM rejected a request: .*512"):
         engine.ask([Chat(images, "what " * 600)], {"off": True}, 1)
