@@ -6,7 +6,7 @@
     python benchmarks/experiments/all_methods.py page  # rewrite the page and for_comparison.json
 
 At each target, each method gets the setting that spends this share of the visual tokens, averaged over the decoder
-layers (as in `tokenprune bench --equal-cost`). If a method has no such setting, the raw file stores the reason. The
+layers (as in `tokenprune bench --equal-cost`). If such a setting does not exist, the raw file stores the reason. The
 script appends each row to benchmarks/results/all_methods-MODEL.jsonl and skips rows that the file already has. Delete
 the lines of a method to measure it again.
 """
@@ -143,8 +143,8 @@ def ask(
     if threads is not None:
         torch.set_num_threads(threads)
     subject = load_model(model, device=device, dtype=dtype)
-    asked = load_heldout(limit=questions or None, folder=subject.heldout)
-    first = {"questions": [example for example in asked if example.index % every == 0], "about": {"every": every}}
+    examples = load_heldout(limit=questions or None, folder=subject.heldout)
+    first = {"questions": [example for example in examples if example.index % every == 0], "about": {"every": every}}
     path = out or results_file(model)
     with show_progress() as step, Rows(path, Bench(subject, plan, **first).header()) as rows:
         records = list(Bench(subject, plan, step, folder=rows, **first).records())
@@ -179,12 +179,16 @@ def for_comparison() -> str:
             for name, marks in marks_at(results, names, target).items():
                 if name not in BASELINES and (name, target) in results.answers:
                     beaten.setdefault(name, []).append(set(BASELINES.values()) - set(marks))
-    why = {
+    reasons = {
         name: f"random at {_times('rnd', sets)}, uniform at {_times('uni', sets)} of {len(sets)} settings"
         for name, sets in sorted(beaten.items())
         if name not in advised and len(sets) >= ENOUGH and not any({"rnd", "uni"} <= names for names in sets)
     }
-    content = {"made_by": "python benchmarks/experiments/all_methods.py page", "models": list(MODELS), "methods": why}
+    content = {
+        "made_by": "python benchmarks/experiments/all_methods.py page",
+        "models": list(MODELS),
+        "methods": reasons,
+    }
     return json.dumps(content, indent=1) + "\n"
 
 
@@ -219,21 +223,21 @@ def section(path: Path, with_table: bool = True) -> str:
         f"Raw data: [{path.name}](../../benchmarks/results/{path.name}), by "
         f"`python benchmarks/experiments/all_methods.py ask --model {path.stem.partition('-')[2]}{arguments}`."
     )
-    shown = [target for target in targets if target in SHOWN]
-    table, missing = (_table(results, shown), _not_reached(results, shown)) if with_table else ("", "")
+    shown_targets = [target for target in targets if target in SHOWN]
+    table, missing = (_table(results, shown_targets), _not_reached(results, shown_targets)) if with_table else ("", "")
     title = header["environment"]["model"].removesuffix(" (shipped)")
     parts = [f"## {title}", head, table, *_agreements(records, targets), missing, source]
     return "\n\n".join(part for part in parts if part)
 
 
 def finished_targets(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the targets at which every method has a row or a reason for skipping."""
-    asked: dict[float, set[str]] = {}
+    """Return the targets with a row or a reason for skipping of every method."""
+    methods_by_target: dict[float, set[str]] = {}
     for record in records[1:]:
         if record["method"] != UNPATCHED:
-            asked.setdefault(record["keep"], set()).add(record["method"])
-    everyone = set().union(*asked.values())
-    return sorted(target for target, methods in asked.items() if methods == everyone)
+            methods_by_target.setdefault(record["keep"], set()).add(record["method"])
+    everyone = set().union(*methods_by_target.values())
+    return sorted(target for target, methods in methods_by_target.items() if methods == everyone)
 
 
 def ranks(scores: Mapping[str, float]) -> dict[str, int]:
@@ -268,14 +272,18 @@ def marks_at(results: Results, names: Sequence[str], target: float) -> dict[str,
     One-sided McNemar tests, with Holm's correction over all methods compared with one baseline.
     """
     marks: dict[str, list[str]] = {name: [] for name in names}
-    asked = {
+    right_by_method = {
         name: interleave_seeds(results.answers[name, target].right)
         for name in names
         if (name, target) in results.answers
     }
     for baseline, baseline_mark in BASELINES.items():
-        if baseline in asked:
-            p = {name: better_p(right, asked[baseline]) for name, right in asked.items() if name not in BASELINES}
+        if baseline in right_by_method:
+            p = {
+                name: better_p(right, right_by_method[baseline])
+                for name, right in right_by_method.items()
+                if name not in BASELINES
+            }
             for name, corrected in holm(p).items():
                 if corrected >= LEVEL:
                     marks[name].append(baseline_mark)
@@ -315,20 +323,23 @@ def _not_reached(results: Results, targets: list[float]) -> str:
     by_reason: dict[str, dict[str, list[str]]] = {}
     for skipped in (skipped for skipped in results.skipped if skipped["keep"] in targets):
         # Remove the method and the numbers, so that methods and targets with the same reason share a line.
-        who = re.escape(skipped["method"])
-        promised, solved = rf"{who} has no setting for a layer average of [\d.]+: ", r"Budget\(average_share=[\d.]+\) "
+        name_pattern = re.escape(skipped["method"])
+        promised, solved = (
+            rf"{name_pattern} has no setting for a layer average of [\d.]+: ",
+            r"Budget\(average_share=[\d.]+\) ",
+        )
         reason = re.sub(rf"^({promised}|{solved})", "", skipped["reason"])
         reason = re.sub(r"average_share=[\d.]+", "average_share=...", re.sub(r"spent [\d.]+", "spent less", reason))
         # Keep the problem only: an error ends with the advice.
-        reason = re.split(r"[;:.](?: |$)", re.sub(f"^{who}:? ", "", reason))[0]
+        reason = re.split(r"[;:.](?: |$)", re.sub(f"^{name_pattern}:? ", "", reason))[0]
         by_reason.setdefault(reason, {}).setdefault(skipped["method"], []).append(f"{100 * skipped['keep']:g}")
     lines = []
-    for why, who in by_reason.items():
+    for shared_reason, targets_by_name in by_reason.items():
         names = [
             f"`{name}`" + ("" if len(missed) == len(targets) else f" at {', '.join(missed)} %")
-            for name, missed in who.items()
+            for name, missed in targets_by_name.items()
         ]
-        lines.append(f"- {', '.join(names)}: {why}")
+        lines.append(f"- {', '.join(names)}: {shared_reason}")
     return "\n".join(["### Not reached", "", *lines]) if lines else ""
 
 

@@ -7,7 +7,7 @@
 The raw file is benchmarks/results/DEVICE/assisted.jsonl. The shipped models answer in one word, so the script measures
 two things. First, how often the draft and the target answer with the same word. Second, with the end token suppressed,
 the target forwards and the accepted drafts over `--words` words. All answers are compared with unassisted generation.
-Nothing is timed.
+The script does not measure times.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Written:
 
 
 @contextmanager
-def watched(model: Model, written: Written) -> Iterator[None]:
+def record_forwards(model: Model, written: Written) -> Iterator[None]:
     def enter(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         written.forwards[-1].append(kwargs["inputs_embeds"].shape[1])
 
@@ -98,7 +98,7 @@ def measure(
             if method is not None:
                 right += ask(model, inputs, 1, by=draft) == expected[:1]
             written.forwards.append([])
-            with watched(model, written):
+            with record_forwards(model, written):
                 ids = ask(model, inputs, words, assistant_model=draft)
             written.words += len(ids)
             equal += ids == expected

@@ -111,10 +111,10 @@ def compared(folder: Path, cpu: GPU, rounds: Any, decoder: str, args: argparse.N
     records = []
     for keep in KEEPS:
         prompt = rounds[keep, "answer"][0][1]
-        first, each = (
+        first, answer_seconds = (
             statistics.median(seconds for seconds, _ in rounds[keep, kind]) for kind in ("first token", "answer")
         )
-        rate = 1 / each
+        rate = 1 / answer_seconds
         text = round(prompt) - round(576 * keep)
         expected = predicted(folder, cpu, keep, text, args)
         # Decoding is a small part of the time, so bisection finds the share of the peak that fits.

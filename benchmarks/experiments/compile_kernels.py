@@ -51,7 +51,7 @@ def calls(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
     """Yield (operation, function that calls its launcher) for each launch that the methods make for a model."""
     ops, long = list_operations(), torch.long
     decoder, tower = model.decoder, model.tower
-    visual, stay = decoder.visual, decoder.visual // SHARE
+    visual, num_kept = decoder.visual, decoder.visual // SHARE
     length = visual + TEXT
 
     def heads(num_heads: int, tokens: int, width: int, rows: int = 1) -> Tensor:
@@ -79,8 +79,8 @@ def calls(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
 
     hidden, mask = meta(1, visual, decoder.width, dtype=dtype), meta(1, visual, dtype=torch.bool)
     match = ops["best_match"].triton
-    chosen, allowed = meta(1, stay, decoder.width, dtype=dtype), meta(1, stay, dtype=torch.bool)
-    groups = meta(1, visual, dtype=long), meta(1, stay, dtype=long)
+    chosen, allowed = meta(1, num_kept, decoder.width, dtype=dtype), meta(1, num_kept, dtype=torch.bool)
+    groups = meta(1, visual, dtype=long), meta(1, num_kept, dtype=long)
     yield "best_match", partial(match, hidden, chosen, allowed, group_a=groups[0], group_b=groups[1])
     metric = meta(tower.images, tower.tokens, tower.head_width, dtype=dtype)
     yield "best_match", partial(match, metric[:, ::2], metric[:, 1::2])
@@ -94,10 +94,16 @@ def calls(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
     yield "greedy_dpp", partial(ops["greedy_dpp"].triton, vectors, vectors, mask, budget, 1)
     for pickers in (1, 8):
         score = meta(1, pickers, visual)
-        yield "take_in_turn", partial(ops["take_in_turn"].triton, score, mask, meta(1, pickers, dtype=long), stay)
-    dropped = meta(visual - stay, dtype=long)
+        yield "take_in_turn", partial(ops["take_in_turn"].triton, score, mask, meta(1, pickers, dtype=long), num_kept)
+    dropped = meta(visual - num_kept, dtype=long)
     join = partial(
-        ops["join"].triton, hidden[0], meta(stay, dtype=long), meta(stay), dropped, dropped, meta(visual - stay)
+        ops["join"].triton,
+        hidden[0],
+        meta(num_kept, dtype=long),
+        meta(num_kept),
+        dropped,
+        dropped,
+        meta(visual - num_kept),
     )
     yield "join", join
     yield "join", partial(join, few=True)
@@ -117,7 +123,7 @@ def calls(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
         on_device = meta(tower.images, dtype=long), meta(tower.images, dtype=long)
         yield "pairing", partial(ops["pairing"].triton, best, partner, dropped_counts, counts, 1, on_device=on_device)
     yield "partition", partial(ops["partition"].triton, meta(1, length, dtype=torch.bool))
-    index = meta(1, stay + TEXT, dtype=long)
+    index = meta(1, num_kept + TEXT, dtype=long)
     for x, dim in ((meta(1, length, decoder.width, dtype=dtype), 1), (meta(3, 1, length, dtype=long), 2)):
         yield "gather_tokens", partial(ops["gather_tokens"].triton, x, index, dim)
 

@@ -112,11 +112,11 @@ def measure(args: argparse.Namespace, visual: int) -> list[dict[str, Any]]:
     return [
         {
             "visual": visual, "method": name or "unpatched", "keep": args.keep if name else 1.0, "cache": cache,
-            "step_ms": ladder(each), "kv_bytes": kv_bytes.get((name, cache)),
-            "speedup": ladder([a / b for a, b in zip(unpatched, each, strict=True)]),
-            "over_unpatched": ladder([a / b for a, b in zip(times[None, cache], each, strict=True)]),
+            "step_ms": ladder(step_times), "kv_bytes": kv_bytes.get((name, cache)),
+            "speedup": ladder([a / b for a, b in zip(unpatched, step_times, strict=True)]),
+            "over_unpatched": ladder([a / b for a, b in zip(times[None, cache], step_times, strict=True)]),
         }
-        for (name, cache), each in times.items()
+        for (name, cache), step_times in times.items()
     ]  # fmt: skip
 
 

@@ -49,45 +49,47 @@ def documents(limit: int, name: str = "documents") -> list[list[DrawnExample]]:
     return list(by_document.values())
 
 
-def ask(subject: Model, asked: list[DrawnExample]) -> tuple[str, Any]:
+def ask(subject: Model, questions: list[DrawnExample]) -> tuple[str, Any]:
     """Return the right answers as a string of 1 and 0, and the patch statistics of a patched model."""
-    inputs = subject.inputs([question.images[0] for question in asked], [question.question for question in asked])
+    inputs = subject.inputs(
+        [question.images[0] for question in questions], [question.question for question in questions]
+    )
     answers = subject.generate(inputs)
     right = "".join(
-        str(int(a.rstrip(".").strip() in question.answers)) for a, question in zip(answers, asked, strict=True)
+        str(int(a.rstrip(".").strip() in question.answers)) for a, question in zip(answers, questions, strict=True)
     )
     return right, tokenprune.stats(subject.model) if tokenprune.is_patched(subject.model) else None
 
 
-def units(subject: Model, asked: list[DrawnExample]) -> int:
+def units(subject: Model, questions: list[DrawnExample]) -> int:
     """Return the number of visual tokens of a document."""
-    return subject.visual_tokens(subject.inputs([asked[0].images[0]], [asked[0].question]))
+    return subject.visual_tokens(subject.inputs([questions[0].images[0]], [questions[0].question]))
 
 
 def patched_answers(
-    subject: Model, asked: list[DrawnExample], name: str, keep: int, num_tokens: int
+    subject: Model, questions: list[DrawnExample], name: str, keep: int, num_tokens: int
 ) -> tuple[str, dict[str, float]]:
     """Ask with `keep` of `num_tokens` tokens per image. Return the right answers and the token counts of one image."""
     site = tokenprune.method_info(name).site
     pixels = {"processor": subject.processor} if site is Site.PRE_ENCODER else {}
     budget = min(1.0, keep / num_tokens) if site is Site.PRE_ENCODER else keep
     with tokenprune.patched(subject.model, name, keep=budget, guard="off", **pixels):
-        right, stats = ask(subject, asked)
-    layers = statistics.fmean(stats.visual_tokens_per_layer) / len(asked)
+        right, stats = ask(subject, questions)
+    layers = statistics.fmean(stats.visual_tokens_per_layer) / len(questions)
     tower = num_tokens
     if stats.encoder_tokens_per_layer:
-        tower = statistics.fmean(stats.encoder_tokens_per_layer) / len(asked) / 4
+        tower = statistics.fmean(stats.encoder_tokens_per_layer) / len(questions) / 4
     elif pixels:
         tower = layers
-    return right, {"decoder": layers, "tower": tower, "end": stats.visual_tokens_out / len(asked)}
+    return right, {"decoder": layers, "tower": tower, "end": stats.visual_tokens_out / len(questions)}
 
 
 def run(subject: Model, limit: int, methods: tuple[str, ...], known: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    asked = documents(limit)
-    flat = [question for document in asked for question in document]
+    drawn_documents = documents(limit)
+    flat = [question for document in drawn_documents for question in document]
     done = {(question["method"], question["level"]): question for question in known[1:]}
     header = {
-        "record": "header", **subject.environment(), "documents": len(asked), "questions": len(flat),
+        "record": "header", **subject.environment(), "documents": len(drawn_documents), "questions": len(flat),
         "kinds": [question.kind for question in flat], "layouts": [question.ground for question in flat],
         "digest": draw_set("documents", limit).about()["digest"],
     }  # fmt: skip
@@ -95,16 +97,17 @@ def run(subject: Model, limit: int, methods: tuple[str, ...], known: list[dict[s
         raise SystemExit("The file has answers of another model or to other documents. Pass another --json.")
     if not known:
         yield header
-    num_tokens = [units(subject, document) for document in asked]
+    num_tokens = [units(subject, document) for document in drawn_documents]
     if (UNPATCHED, "all") not in done:
-        right = "".join(ask(subject, document)[0] for document in asked)
+        right = "".join(ask(subject, document)[0] for document in drawn_documents)
         mean = statistics.fmean(num_tokens)
         yield {"record": "result", "method": UNPATCHED, "level": "all", "right": right, "tokens": dict.fromkeys(
             ("decoder", "tower", "end"), mean)}  # fmt: skip
     first = done.get((OURS, "all"))
     if first is None:
         pairs = [
-            patched_answers(subject, document, OURS, 10**6, n) for document, n in zip(asked, num_tokens, strict=True)
+            patched_answers(subject, document, OURS, 10**6, n)
+            for document, n in zip(drawn_documents, num_tokens, strict=True)
         ]
         first = _result(OURS, "all", pairs)
         yield first
@@ -115,7 +118,7 @@ def run(subject: Model, limit: int, methods: tuple[str, ...], known: list[dict[s
             try:
                 pairs = [
                     patched_answers(subject, document, name, max(1, round(share * count)), n)
-                    for document, n, count in zip(asked, num_tokens, first["counts"], strict=True)
+                    for document, n, count in zip(drawn_documents, num_tokens, first["counts"], strict=True)
                 ]
             except TokenPruneError as refusal:
                 yield {"record": "skipped", "method": name, "level": level, "reason": str(refusal)}

@@ -66,7 +66,7 @@ TILE = 576  # visual tokens per image
 BLOCKS = 6  # blocks of the tower, enough for merging methods to keep one token of nine
 STEPS = 4  # decoding steps after each prefill of a round with the unpatched model
 UNPATCHED_EVERY = 5  # rounds between runs of the unpatched model
-LENGTHS = 5  # maximum number of lengths at which the oracle is timed
+LENGTHS = 5  # maximum number of timed lengths of the oracle
 Times = tuple[float, float]
 
 
@@ -166,15 +166,15 @@ class Case:
 
     def sizes(self, name: str, layers: list[int]) -> Sizes:
         text, pieces = self.model.config.text_config, self.pieces(name)
-        each = tuple(count // pieces for count in layers)
+        layer_counts = tuple(count // pieces for count in layers)
         return Sizes(
-            pieces, self.visual // pieces, max(1, min(each)), text.hidden_size, text.num_attention_heads, AFTER, each,
-            self.embeds.device, self.embeds.dtype,
+            pieces, self.visual // pieces, max(1, min(layer_counts)), text.hidden_size, text.num_attention_heads, AFTER,
+            layer_counts, self.embeds.device, self.embeds.dtype,
         )  # fmt: skip
 
 
 def lengths(layers: list[int]) -> list[int]:
-    """Return the lengths at which the oracle is timed: all, or five from shortest to longest."""
+    """Return the timed lengths of the oracle: all, or five from shortest to longest."""
     counts = sorted(set(layers))
     if len(counts) <= LENGTHS:
         return counts
@@ -235,20 +235,20 @@ def measure(case: Case, name: str, rounds: int, allow_load: bool) -> dict[str, A
     return {
         "visual": case.visual, "keep": case.keep, "method": name, "site": tokenprune.method_info(name).site,
         "asked": setting["keep"], "layers": layers,
-        "ms": ladder([1000 * mine[0] for _, mine, _ in pairs]),
+        "ms": ladder([1000 * patched_time[0] for _, patched_time, _ in pairs]),
         "oracle_ms": ladder([1000 * best[0] for best, _, _ in pairs]),
         "floor_ms": ladder([1000 * least[0] for _, _, least in pairs]),
-        "efficiency": ladder([best[0] / mine[0] for best, mine, _ in pairs]),
-        "cpu_efficiency": ladder([best[1] / mine[1] for best, mine, _ in pairs]),
+        "efficiency": ladder([best[0] / patched_time[0] for best, patched_time, _ in pairs]),
+        "cpu_efficiency": ladder([best[1] / patched_time[1] for best, patched_time, _ in pairs]),
         "limit": ladder([best[0] / (best[0] + least[0]) for best, _, least in pairs]),
-        "of_limit": ladder([(best[0] + least[0]) / mine[0] for best, mine, least in pairs]),
-        "cpu_of_limit": ladder([(best[1] + least[1]) / mine[1] for best, mine, least in pairs]),
-        "speedup": ladder([unpatched_time / mine[0] for _, mine, _ in pairs]),
+        "of_limit": ladder([(best[0] + least[0]) / patched_time[0] for best, patched_time, least in pairs]),
+        "cpu_of_limit": ladder([(best[1] + least[1]) / patched_time[1] for best, patched_time, least in pairs]),
+        "speedup": ladder([unpatched_time / patched_time[0] for _, patched_time, _ in pairs]),
         "overhead_ms": ladder(overhead), "overhead_share": ladder([ms / 1000 / unpatched_time for ms in overhead]),
         "unpatched_ms": ladder([1000 * wall for wall, _ in unpatched_times]),
-        "step_ms": ladder([1000 * mine for mine, _ in steps]),
+        "step_ms": ladder([1000 * patched_time for patched_time, _ in steps]),
         "unpatched_step_ms": ladder([1000 * other for _, other in steps]),
-        "step_ratio": ladder([mine / other for mine, other in steps]),
+        "step_ratio": ladder([patched_time / other for patched_time, other in steps]),
         "seconds": [wall for wall, _ in patched], "cpu_seconds": [cpu for _, cpu in patched],
         "oracle_seconds": [wall for wall, _ in ideal], "floor_seconds": [wall for wall, _ in floors],
         **load.record(), "date": datetime.date.today().isoformat(),
@@ -322,7 +322,7 @@ def main() -> None:
 
 def table(records: list[dict[str, Any]], title: str) -> Table:
     result, plain = Table(title=title), unpatched(records)
-    shown = {
+    columns = {
         "ms": 1, "speedup": 2, "efficiency": 3, "cpu_efficiency": 3, "limit": 3, "of_limit": 3, "overhead_ms": 2,
         "step_ratio": 2,
     }  # fmt: skip
@@ -334,7 +334,7 @@ def table(records: list[dict[str, Any]], title: str) -> Table:
     step = f"{plain['step_ms']['p50']:.1f} ms"
     result.add_row("unpatched", f"{plain['ms']['p50']:.1f}", "1.00", *[""] * 5, step, "")
     for record in records:
-        figures = (f"{record[key]['p50']:.{digits}f}" for key, digits in shown.items())
+        figures = (f"{record[key]['p50']:.{digits}f}" for key, digits in columns.items())
         result.add_row(record["method"], *figures, f"{record['load']:.1f}")
     return result
 

@@ -51,7 +51,7 @@ def build() -> LlavaForConditionalGeneration:
 
 
 def images(rows: int) -> torch.Tensor:
-    """Return noise images with decreasing detail: the first has no similar patches, the last is smooth."""
+    """Return noise images with decreasing detail: the first without similar patches, the last smooth."""
     g = torch.Generator().manual_seed(0)
     out = []
     for row in range(rows):

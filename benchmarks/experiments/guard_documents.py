@@ -172,11 +172,11 @@ def photographed(rng: np.random.Generator, image: Image.Image) -> Image.Image:
 DOCUMENTS = {f.__name__: f for f in (page, receipt, table, code, screenshot, slide, form)}
 
 
-def documents(each: int, seed: int) -> Iterator[tuple[str, Image.Image]]:
+def documents(num_per_kind: int, seed: int) -> Iterator[tuple[str, Image.Image]]:
     """Yield `each` documents of every kind, every third one photographed."""
     rng = np.random.default_rng(seed)
     for name, draw in DOCUMENTS.items():
-        for index in range(each):
+        for index in range(num_per_kind):
             image = draw(rng)
             yield (f"{name}, photographed", photographed(rng, image)) if index % 3 == 2 else (name, image)
 
@@ -189,7 +189,7 @@ SCENES = (
 
 
 def photographs(crops: int, seed: int) -> Iterator[tuple[str, Image.Image]]:
-    """Yield each photograph and `crops` random crops of it."""
+    """Yield each photograph and `crops` of its random crops."""
     import matplotlib
     import skimage
     import sklearn

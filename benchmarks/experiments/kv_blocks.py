@@ -76,9 +76,9 @@ def fit(folder: Path, setting: dict[str, Any], layers: int, args: argparse.Names
         return output
 
     scheduler.schedule = spy
-    asked = [{"prompt": PROMPT, "multi_modal_data": {"image": image}} for image in images(args.requests)]
+    requests = [{"prompt": PROMPT, "multi_modal_data": {"image": image}} for image in images(args.requests)]
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
-    outputs = llm.generate(asked, params, use_tqdm=False)
+    outputs = llm.generate(requests, params, use_tqdm=False)
     max_running, used = max((running, used) for running, used, _ in steps)
     if max_running == args.requests:
         raise SystemExit(f"All {max_running} requests fit at once. Increase --requests.")

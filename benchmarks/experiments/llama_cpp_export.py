@@ -135,8 +135,8 @@ def write_tower(path: Path, model: Any) -> None:
         "attention.head_count": vision.num_heads, "projection_dim": vision.out_hidden_size,
         "spatial_merge_size": vision.spatial_merge_size, "n_wa_pattern": PATTERN,
     }  # fmt: skip
-    for name, number in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", number)
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
     for name in ("image_mean", "image_std"):
         writer.add_array(f"clip.vision.{name}", [0.5] * 3)
@@ -218,8 +218,8 @@ def write_smol_tower(path: Path, model: Any, scale: float = 1.0) -> None:
         "block_count": vision.num_hidden_layers,
         "attention.head_count": vision.num_attention_heads, "projection_dim": model.config.text_config.hidden_size,
     }  # fmt: skip
-    for name, number in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", number)
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision.layer_norm_eps)
     for name in ("image_mean", "image_std"):
         writer.add_array(f"clip.vision.{name}", [0.5] * 3)

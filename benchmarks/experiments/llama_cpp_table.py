@@ -9,8 +9,8 @@
 the same number of rows without a selection, and smaller images. `answers` asks held-out questions of every kind, drawn
 with a fixed seed, in turn: unpruned, pruned to a quarter, a smaller image with the same number of tokens, and the
 largest image with the same time to the first token (by the rows of `times`). Each row is appended to the file as soon
-as it is measured, and a second call continues. The decoder of demo_smol has weights in Q8_0, and that of demo_qwen in
-float32.
+as it is measured, and a second call continues. The decoder of demo_smol has weights in Q8_0, and the decoder of
+demo_qwen in float32.
 
 llama.cpp resizes all images of demo_smol to the size of its tower. For smaller images, this script exports towers with
 interpolated position embeddings.
@@ -297,9 +297,9 @@ def _join(*cells: Any) -> str:
     return f"|{'|'.join(map(str, cells))}|"
 
 
-def _compare(ours: list[int], theirs: list[int]) -> Any:
+def _compare(ours: list[int], reference: list[int]) -> Any:
     """Return the paired difference of two lists of right (1) and wrong (0) answers."""
-    first, second = (Answers([values], ["".join(map(str, values))]) for values in (ours, theirs))
+    first, second = (Answers([values], ["".join(map(str, values))]) for values in (ours, reference))
     return compare_paired(first, second)
 
 

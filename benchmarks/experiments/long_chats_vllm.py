@@ -54,8 +54,8 @@ def request(items: list[Item], method: str, step: int) -> dict[str, Any]:
     """Return a chat as a vLLM prompt. The two tags around an image count as words of its turn."""
     ids: list[int] = []
     for kind, turn, count in items:
-        shown = kind == "text" and ("image", turn) in {item[:2] for item in items}
-        ids += [OPEN, IMAGE, CLOSE] if kind == "image" else words(kind, turn, count - 2 * shown)
+        has_image = kind == "text" and ("image", turn) in {item[:2] for item in items}
+        ids += [OPEN, IMAGE, CLOSE] if kind == "image" else words(kind, turn, count - 2 * has_image)
     setting = {"method": method, "keep": {"keep": 1.0, "age": TIERS, "step": step}} if step else {"off": True}
     shots = [screenshot(turn) for kind, turn, _ in items if kind == "image"]
     return {
@@ -79,12 +79,12 @@ class Engine:
         model = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
         embed = model.embed_multimodal
 
-        def counted(**kwargs: Any) -> Any:
+        def count_embeddings(**kwargs: Any) -> Any:
             embeddings = embed(**kwargs)
             self.encoded += len(embeddings)
             return embeddings
 
-        model.embed_multimodal = counted
+        model.embed_multimodal = count_embeddings
 
     def counters(self) -> tuple[int, int]:
         """Return vLLM's counts of queried and hit tokens of the prefix cache."""
@@ -111,12 +111,12 @@ class Engine:
             lengths.append(len(output.prompt_token_ids))
             if lengths[-1] != tokens(items):
                 raise SystemExit(f"{way.name}: the prompt has {lengths[-1]} tokens instead of {tokens(items)}.")
-        asked, hits = (now - then for now, then in zip(self.counters(), before, strict=True))
-        if asked != sum(lengths):
-            raise SystemExit(f"{way.name}: vLLM counted {asked} tokens instead of {sum(lengths)}.")
+        num_queried, hits = (now - then for now, then in zip(self.counters(), before, strict=True))
+        if num_queried != sum(lengths):
+            raise SystemExit(f"{way.name}: vLLM counted {num_queried} tokens instead of {sum(lengths)}.")
         return {
-            "way": way.name, "step": way.step, "last": way.last, "chunk": way.chunk, "prompt_tokens": asked,
-            "hits": hits, "computed": asked - hits, "encoded": self.encoded - encoded, "longest": max(lengths),
+            "way": way.name, "step": way.step, "last": way.last, "chunk": way.chunk, "prompt_tokens": num_queried,
+            "hits": hits, "computed": num_queried - hits, "encoded": self.encoded - encoded, "longest": max(lengths),
             "images": sum(kind == "image" for kind, *_ in items),
         }  # fmt: skip
 

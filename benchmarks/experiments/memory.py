@@ -6,7 +6,7 @@
 The model has a narrow decoder with random weights and sdpa attention, and gets one image that is encoded beforehand.
 "padded" is the same prompt with 64 padding tokens on the left, as in a batch. transformers then builds a mask over all
 token pairs, which torch converts to floats in each layer. "pairs" are masks and other tensors with an entry per token
-pair. The script counts live tensors, so other work on the machine has no effect. It writes
+pair. The script counts live tensors, so other work on the machine does not matter. It writes
 benchmarks/results/DEVICE/memory.jsonl.
 """
 

@@ -85,9 +85,9 @@ class Sizes:
         solve = torch.linalg.eigh if vectors else torch.linalg.eigvalsh
         return lambda: solve(x @ x.transpose(1, 2))
 
-    def rounds(self, count: int, left: int) -> Run:
+    def rounds(self, count: int, num_kept: int) -> Run:
         """Return the rounds of vispruner, which compare both halves of the remaining tokens."""
-        lines = [self.random(self.images, -(-n // 2), n // 2) for n in range(count, left, -_A_ROUND)]
+        lines = [self.random(self.images, -(-n // 2), n // 2) for n in range(count, num_kept, -_A_ROUND)]
         return lambda: [table.amax(2) for table in lines]
 
     def means(self, count: int, num_targets: int) -> Run:
@@ -146,13 +146,17 @@ def _next_layer(s: Sizes, before: int, behind: int) -> list[Run]:
 
 
 def _sparsevlm(s: Sizes, before: int, behind: int) -> list[Run]:
-    again = int(0.3 * (before - behind)) + 1
-    return [*_words(s, before, behind), s.product(again, again), s.means(again, max(1, again // 10))]
+    num_recycled = int(0.3 * (before - behind)) + 1
+    return [
+        *_words(s, before, behind),
+        s.product(num_recycled, num_recycled),
+        s.means(num_recycled, max(1, num_recycled // 10)),
+    ]
 
 
 def _visipruner(s: Sizes) -> list[Run]:
-    asked = range(min(len(s.layers) - 1, round(6 / 32 * len(s.layers)) + 2), len(s.layers))
-    return [run for layer in asked for run in (s.values(s.layers[layer - 1]), s.values(s.layers[layer - 1]))]
+    read_layers = range(min(len(s.layers) - 1, round(6 / 32 * len(s.layers)) + 2), len(s.layers))
+    return [run for layer in read_layers for run in (s.values(s.layers[layer - 1]), s.values(s.layers[layer - 1]))]
 
 
 FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {

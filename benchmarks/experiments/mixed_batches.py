@@ -34,9 +34,9 @@ KEEP = 0.25
 
 def batch(subject: Model, texts: int) -> dict[str, Any]:
     """Return the inputs of `ROWS` prompts. The last `texts` prompts have only text."""
-    asked = load_heldout(limit=ROWS)[:ROWS]
-    images: list[list[Any]] = [[example.image] if row < ROWS - texts else [] for row, example in enumerate(asked)]
-    return subject.inputs(images, [example.question for example in asked])
+    examples = load_heldout(limit=ROWS)[:ROWS]
+    images: list[list[Any]] = [[example.image] if row < ROWS - texts else [] for row, example in enumerate(examples)]
+    return subject.inputs(images, [example.question for example in examples])
 
 
 def measure(subject: Model, method: str, texts: int, repeats: int) -> dict[str, Any]:

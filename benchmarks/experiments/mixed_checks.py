@@ -39,14 +39,14 @@ class Sent:
 
 @dataclass
 class InForce:
-    """Index of an offer, and the interval of seconds in which it may have been in force."""
+    """Index of an offer, and the interval of seconds when it may have been in force."""
 
-    number: int
+    index: int
     begin: float
     end: float = math.inf
 
 
-def legal(request: Request, offer: Mapping[str, Any]) -> list[tuple[str, str] | None]:
+def list_allowed(request: Request, offer: Mapping[str, Any]) -> list[tuple[str, str] | None]:
     """Return each (method, keep) that may serve a request while an offer is in force. None means a refusal.
 
     The request must choose a profile by name, or use the default.
@@ -67,11 +67,11 @@ def out_of_force(sent: Sent, times: Sequence[InForce]) -> str | None:
     """Describe the error if a request was served by a setting that was not in force during the request, else None."""
     if sent.request.kind not in ("name", "profile", "default"):
         return None
-    may = [setting for index, time in enumerate(times) if time.begin <= sent.end and sent.begin <= time.end
+    allowed_settings = [setting for index, time in enumerate(times) if time.begin <= sent.end and sent.begin <= time.end
            for setting in _served(sent, times[: index + 1])]  # fmt: skip
     served = sent.answer.record
     was = (served["method"], served["keep"]) if served else None
-    return None if was in may else f"served by {was}, allowed were {may}"
+    return None if was in allowed_settings else f"served by {was}, allowed were {allowed_settings}"
 
 
 def _served(sent: Sent, times: Sequence[InForce]) -> list[tuple[str, str] | None]:
@@ -79,13 +79,13 @@ def _served(sent: Sent, times: Sequence[InForce]) -> list[tuple[str, str] | None
 
     A removed profile stays valid for a grace period, with its last offer.
     """
-    allowed = legal(sent.request, OFFERS[times[-1].number])
+    allowed = list_allowed(sent.request, OFFERS[times[-1].index])
     if allowed != [None]:
         return allowed
-    had = (index for index, time in enumerate(times) if legal(sent.request, OFFERS[time.number]) != [None])
+    had = (index for index, time in enumerate(times) if list_allowed(sent.request, OFFERS[time.index]) != [None])
     if (last := max(had, default=None)) is None or sent.begin > times[last].end + GRACE_SECONDS:
         return allowed
-    before = legal(sent.request, OFFERS[times[last].number])
+    before = list_allowed(sent.request, OFFERS[times[last].index])
     return before if sent.end < times[last + 1].begin + GRACE_SECONDS else before + allowed
 
 

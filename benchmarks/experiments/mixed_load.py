@@ -107,7 +107,7 @@ def memory() -> int:
     return total
 
 
-async def under_load(client: Client, asked: Iterator[Request], reloads: Reloads, args: Any, tell: Any) -> list[Sent]:
+async def under_load(client: Client, requests: Iterator[Request], reloads: Reloads, args: Any, tell: Any) -> list[Sent]:
     """Send requests for `args.seconds`, a few at a time and in bursts, while the profiles change.
 
     Return the requests.
@@ -119,7 +119,7 @@ async def under_load(client: Client, asked: Iterator[Request], reloads: Reloads,
             if index >= args.at_once and not burst.is_set():
                 await asyncio.sleep(0.05)
                 continue
-            request = Sent(next(asked), time.monotonic())
+            request = Sent(next(requests), time.monotonic())
             sent.append(request)
             request.answer = await client.ask(request.request)
             request.end = time.monotonic()
@@ -168,7 +168,7 @@ def main() -> None:
     examples = load_heldout()
     images = {example.path: example for example in examples}.values()
     examples, questions = list(images)[: args.images], sorted({example.question for example in examples})[:20]
-    asked = draw(args.seed, questions, args.images)
+    requests = draw(args.seed, questions, args.images)
     names = ["served", *(f"served:{name}" for name in OFFERS[0]["profiles"])]
     arguments = [
         "--dtype", "float32", "--block-size", "32", "--enforce-eager", "--max-model-len", "640", "--max-num-seqs", "16",
@@ -184,7 +184,7 @@ def main() -> None:
         Reloads.write(file, 0)
         with served(str(MODEL), setting(reload=str(file)), console) as url:
             reloads = Reloads(file, url)
-            sent = asyncio.run(under_load(Client(url, examples), asked, reloads, args, console.log))
+            sent = asyncio.run(under_load(Client(url, examples), requests, reloads, args, console.log))
             time.sleep(5)  # requests of disconnected clients need to end
             failed = metric_differences(reloads.page(), sent, reloads.sent)
             console.log(f"{memory() / 2**20:.0f} MiB at the end")
@@ -202,10 +202,10 @@ def main() -> None:
         failed += asyncio.run(compare(Client(url, examples), stayed, answers))
     for line in failed:
         console.log(line)
-    again = sum(request.answer.again for request in sent)
+    retries = sum(request.answer.again for request in sent)
     row = {
         "vllm": vllm.__version__, "seconds": args.seconds, "requests": len(sent), "compared": len(stayed),
-        "asked_alone": len(answers), "reloads": dict(reloads.sent), "differ": len(failed), "second_try": again,
+        "asked_alone": len(answers), "reloads": dict(reloads.sent), "differ": len(failed), "second_try": retries,
         "statuses": {f"{kind} {status}": count for (kind, status), count in sorted(statuses.items())},
         "by": dict(collections.Counter(request.answer.record["by"] for request in sent if request.answer.served)),
     }  # fmt: skip

@@ -79,14 +79,14 @@ def draw(seed: int, questions: Sequence[str], images: int) -> Iterator[Request]:
         kind = choice.choices(list(KINDS), list(KINDS.values()))[0]
         # Image 0 is repeated often, and a prompt may have two images.
         indices = tuple(choice.choice([0, choice.randrange(images)]) for _ in range(choice.choice([1, 1, 1, 2])))
-        asked = {"setting": OWN, "wrong": WRONG, "profile": [{"profile": profile} for profile in PROFILES]}.get(kind)
+        settings = {"setting": OWN, "wrong": WRONG, "profile": [{"profile": profile} for profile in PROFILES]}.get(kind)
         yield Request(
             kind,
             indices,
             choice.choice(questions),
             choice.choice(PROFILES) if kind == "name" else None,
-            None if asked is None else choice.choice(asked),
-            asked is not None,
+            None if settings is None else choice.choice(settings),
+            settings is not None,
             choice.randrange(3) if kind in ("leaves", "gone") else None,
         )
 
@@ -97,8 +97,10 @@ def alone(request: Request, answer: Answer) -> Request:
     named = request.kind in ("name", "profile", "default") or "profile" in (request.asked or {})
     if not served or not named:
         return request
-    asked = {"off": True} if served["method"] == "off" else {"method": served["method"], "keep": float(served["keep"])}
-    return replace(request, kind="setting", profile=None, asked=asked, has_asked=True)
+    setting = (
+        {"off": True} if served["method"] == "off" else {"method": served["method"], "keep": float(served["keep"])}
+    )
+    return replace(request, kind="setting", profile=None, asked=setting, has_asked=True)
 
 
 def differences(answer: Answer, other: Answer) -> list[str]:

@@ -6,7 +6,7 @@
         best_match.triton(a, b)       # on meta tensors: shapes, no data
     driver.programs[launches[0].program].registers
 
-The compiler is the one that a machine with the GPU uses. Only the driver, which names the GPU, is replaced.
+The compiler is the same as on a machine with the GPU. Only the driver, which names the GPU, is replaced.
 """
 
 from __future__ import annotations

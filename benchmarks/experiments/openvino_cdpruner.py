@@ -121,7 +121,7 @@ def asked(subject: Model, images: int, kinds: tuple[str, ...]) -> Iterator[Asked
         yield Asked(example, image, subject.prompt([image], example.question), inputs, visual, features, embedded[text])
 
 
-def described(kept: Tensor, features: Tensor, text: Tensor, weight: float, halves: bool) -> float:
+def compute_agreement(kept: Tensor, features: Tensor, text: Tensor, weight: float, halves: bool) -> float:
     """Return the share of `kept` that the formula of GenAI's source selects.
 
     Relevance is the cosine to the mean embedding of all text before and after the image. The kernel is a linear mix of
@@ -241,16 +241,18 @@ def measure(subject: Model, questions: list[Asked], folder: Path) -> Iterator[di
         pipeline = Pipeline(exported)  # reads the environment
         probed = Pipeline(exported, probe(width, vocabulary, questions[0].first, COLUMNS))
         for weight, question in itertools.product(WEIGHTS, questions):
-            theirs = find_theirs(question, probed, weight)
-            mine, our_answer = ours(subject, question, weight, len(theirs))
+            their_tokens = find_theirs(question, probed, weight)
+            our_tokens, our_answer = ours(subject, question, weight, len(their_tokens))
             their_answer = answer(question, pipeline, PRUNED, weight)
             yield {
                 "image": question.example.path.name, "question": question.example.question, "weight": weight,
-                "halves": threshold is None, "tokens": int(question.visual.sum()), "theirs": theirs.tolist(),
-                "ours": mine.tolist(), "right": right(question, their_answer),
+                "halves": threshold is None, "tokens": int(question.visual.sum()), "theirs": their_tokens.tolist(),
+                "ours": our_tokens.tolist(), "right": right(question, their_answer),
                 "right_ours": right(question, our_answer),
-                "described": described(theirs, question.features, question.around, weight, threshold is None),
-                "same_answer": their_answer == with_tokens(subject, question, theirs),
+                "described": compute_agreement(
+                    their_tokens, question.features, question.around, weight, threshold is None
+                ),
+                "same_answer": their_answer == with_tokens(subject, question, their_tokens),
             }  # fmt: skip
 
 
@@ -285,8 +287,8 @@ def page() -> None:
 
 
 def _overlap(row: dict[str, Any]) -> float:
-    theirs, mine = set(row["theirs"]), set(row["ours"])
-    return len(theirs & mine) / len(theirs | mine)
+    their_tokens, our_tokens = set(row["theirs"]), set(row["ours"])
+    return len(their_tokens & our_tokens) / len(their_tokens | our_tokens)
 
 
 def main() -> None:

@@ -121,11 +121,11 @@ def main() -> None:
             write_model(Path(folder), **shape)
             (Path(folder) / "template.jinja").write_text(TEMPLATE)
             seconds_of = measure(Path(folder), args, console)
-        for name, each in seconds_of.items():
-            shares = [a / b for a, b in zip(each, seconds_of["no plugin"], strict=True)]
+        for name, seconds in seconds_of.items():
+            shares = [a / b for a, b in zip(seconds, seconds_of["no plugin"], strict=True)]
             lowest, middle, highest = min(shares), statistics.median(shares), max(shares)
-            records.append({"what": model, "server": name, "seconds": each, "share": middle})
-            milliseconds = f"{1000 * statistics.median(each):.1f}"
+            records.append({"what": model, "server": name, "seconds": seconds, "share": middle})
+            milliseconds = f"{1000 * statistics.median(seconds):.1f}"
             table.add_row(model, name, milliseconds, f"{middle:.3f}", f"{lowest:.3f}", f"{highest:.3f}")
         console.print(table)
         if args.json:

@@ -114,7 +114,7 @@ def row(setting: str, served: Sequence[Served]) -> dict[str, Any]:
 
 
 class Client:
-    """Client that asks held-out questions, each time with an image that is in no cache."""
+    """Client that asks held-out questions, each time with a new image."""
 
     def __init__(self, url: str, examples: Sequence[Any], tokens: int) -> None:
         import openai
@@ -169,7 +169,7 @@ class Client:
         return await asyncio.gather(*(send(index, arrival) for index, arrival in enumerate(trace)))
 
 
-def counted(url: str) -> collections.Counter[str]:
+def read_counters(url: str) -> collections.Counter[str]:
     """Return the server's number of requests under each profile."""
     page = urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=60).read().decode()
     matches = re.findall(r'^tokenprune:requests_total\{.*?profile="(.*?)".*?\} (\S+)$', page, re.MULTILINE)
@@ -199,9 +199,9 @@ async def measure(url: str, args: argparse.Namespace, say: Callable[[str], None]
             raise SystemExit(f"A round has {len(trace)} requests, more than --most {args.most}.")
         # Settings take turns in a round, so that a slower machine affects every setting.
         for name in (*PROFILES, POLICY)[:: -1 if round_ % 2 else 1]:
-            before = counted(url)
+            before = read_counters(url)
             answers[name] += await client.open(trace, name)
-            shares[name] += counted(url) - before
+            shares[name] += read_counters(url) - before
             choose = rule if name == POLICY else lambda num_running, name=name: name
             simulated[name] += simulate(trace, choose, {profile: 1 / value for profile, value in speed.items()})
             say(f"round {round_}, {name}: p99 {percentile([request.seconds for request in answers[name]], 0.99):.2f} s")

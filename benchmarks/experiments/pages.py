@@ -4,10 +4,10 @@
     python benchmarks/experiments/pages.py
     python dev/readme.py
 
-The prompts show letters, tables, receipts and pairs of pages, each with four questions, two of which require reading.
-For methods that act after the tower and read nothing from it, the tower runs once per prompt and its output is shared;
-this does not change their answers. Other methods run the tower once per prompt. Random methods use seed 0. Letter sizes
-and text density were chosen on drawings of other seeds. The raw file is results/pages.jsonl.
+The prompts show letters, tables, receipts and pairs of pages, each with four questions; two of the questions require
+reading. For methods that act after the tower and read nothing from it, the tower runs once per prompt and its output is
+shared; this does not change their answers. Other methods run the tower once per prompt. Random methods use seed 0.
+Letter sizes and text density were chosen on drawings of other seeds. The raw file is results/pages.jsonl.
 
 Expectations before the first run: at a half, `divprune`, `prunesid` and `tome` within 5 points of the unpatched model,
 or above it, since fewer plain tokens distract the model; at a quarter, 5 to 10 below. `random`, `uniform` and `pool` 10
@@ -51,38 +51,38 @@ METHODS = (
 )
 
 
-def encode(subject: Model, asked: list[DrawnExample]) -> tuple[dict[str, Any], Any]:
+def encode(subject: Model, questions: list[DrawnExample]) -> tuple[dict[str, Any], Any]:
     """Return the inputs of a prompt's questions without pixels, and the tower's output for its pages."""
-    inputs = subject.inputs([question.images for question in asked], [question.question for question in asked])
-    pixels, grids, pages = inputs.pop("pixel_values"), inputs["image_grid_thw"], len(asked[0].images)
+    inputs = subject.inputs([question.images for question in questions], [question.question for question in questions])
+    pixels, grids, pages = inputs.pop("pixel_values"), inputs["image_grid_thw"], len(questions[0].images)
     patches = int(grids[:pages].prod(-1).sum())
     return inputs, subject.adapter.base.get_image_features(pixels[:patches], grids[:pages])
 
 
-def encode_for_all(subject: Model, asked: list[DrawnExample]) -> tuple[dict[str, Any], Any]:
+def encode_for_all(subject: Model, questions: list[DrawnExample]) -> tuple[dict[str, Any], Any]:
     """Return the same for all methods that act after the tower."""
     with tokenprune.patched(subject.model, AFTER[0], guard="off"):  # the patch records the grids of the pages
-        return encode(subject, asked)
+        return encode(subject, questions)
 
 
-def answers(subject: Model, asked: list[DrawnExample], inputs: dict[str, Any], encoded: Any) -> str:
+def answers(subject: Model, questions: list[DrawnExample], inputs: dict[str, Any], encoded: Any) -> str:
     """Return the right answers as a string of 1 and 0."""
-    texts = subject.generate(dict(inputs), mm_encoder_outputs={"image": repeated(encoded, len(asked))})
-    right = get_metric(subject.metric).score(texts, [question.answers for question in asked])
+    texts = subject.generate(dict(inputs), mm_encoder_outputs={"image": repeated(encoded, len(questions))})
+    right = get_metric(subject.metric).score(texts, [question.answers for question in questions])
     return "".join(str(int(score)) for score in right)
 
 
-def run(subject: Model, asked: list[list[DrawnExample]], cases: list[tuple[str, float]], write: Callable) -> None:
+def run(subject: Model, prompts: list[list[DrawnExample]], cases: list[tuple[str, float]], write: Callable) -> None:
     """Ask all questions in every case and write a row for each case."""
     encoded = []
     if any(name in (UNPATCHED, *AFTER) for name, _ in cases):
-        encoded = [encode_for_all(subject, questions) for questions in asked]
-    pixels = (sum(page.width * page.height for page in questions[0].images) for questions in asked)
-    sizes = [len(asked[0]) * num_pixels / UNIT**2 for num_pixels in pixels]  # tokens in all rows of a prompt
+        encoded = [encode_for_all(subject, questions) for questions in prompts]
+    pixels = (sum(page.width * page.height for page in questions[0].images) for questions in prompts)
+    sizes = [len(prompts[0]) * num_pixels / UNIT**2 for num_pixels in pixels]  # tokens in all rows of a prompt
     for name, keep in cases:
         row: dict[str, Any] = {"record": "result", "method": name, "keep": keep}
         if name == UNPATCHED:
-            right = [answers(subject, questions, *known) for questions, known in zip(asked, encoded, strict=True)]
+            right = [answers(subject, questions, *known) for questions, known in zip(prompts, encoded, strict=True)]
             write(row | {"right": "".join(right)})
             continue
         method, _, block = name.partition("@")
@@ -92,9 +92,9 @@ def run(subject: Model, asked: list[list[DrawnExample]], cases: list[tuple[str, 
         try:
             right, shares = [], []
             with tokenprune.patched(subject.model, method, keep=keep, guard="off", **options):
-                for index, questions in enumerate(asked):
-                    shown = encoded[index] if name in AFTER else encode(subject, questions)
-                    right.append(answers(subject, questions, *shown))
+                for index, questions in enumerate(prompts):
+                    encoded_prompt = encoded[index] if name in AFTER else encode(subject, questions)
+                    right.append(answers(subject, questions, *encoded_prompt))
                     shares.append(tokenprune.stats(subject.model).visual_tokens_out / sizes[index])
         except TokenPruneError as refusal:
             write({"record": "skipped", "method": name, "keep": keep, "reason": str(refusal)})
@@ -111,10 +111,10 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    subject, asked, console = load_model("demo_qwen"), documents(args.prompts, "pages"), Console()
-    flat = [question for questions in asked for question in questions]
+    subject, prompts, console = load_model("demo_qwen"), documents(args.prompts, "pages"), Console()
+    flat = [question for questions in prompts for question in questions]
     header = {
-        "record": "header", **subject.environment(), "prompts": len(asked), "questions": len(flat),
+        "record": "header", **subject.environment(), "prompts": len(prompts), "questions": len(flat),
         "kinds": [question.kind for question in flat], "layouts": [question.ground for question in flat],
         "digest": draw_set("pages", args.prompts).about()["digest"],
     }  # fmt: skip
@@ -136,7 +136,7 @@ def main() -> None:
 
         if not known:
             write(header)
-        run(subject, asked, [case for case in cases if case not in done], write)
+        run(subject, prompts, [case for case in cases if case not in done], write)
 
 
 if __name__ == "__main__":

@@ -122,10 +122,10 @@ def _run_one(
         arguments = setting.arguments(pretrained, device, thresholds)
         ended = _execute(settings.command(arguments, group, folder, sys.executable), folder)
         outcome = outcomes.read(folder, setting)
-        if left := [task for task in group if task not in outcome.tasks]:
+        if lost := [task for task in group if task not in outcome.tasks]:
             _say(f"{label}: failed")
             reasons = "; ".join([ended, *outcome.broken.values()])
-            failed.append(f"{setting.name}: no result for {', '.join(left)} ({reasons}). See {folder / 'log.txt'}.")
+            failed.append(f"{setting.name}: no result for {', '.join(lost)} ({reasons}). See {folder / 'log.txt'}.")
     return failed
 
 

@@ -29,7 +29,7 @@ PUBLISHED = Path(__file__).parent / "papers" / "speedups.json"
 PAGE = Path(__file__).parents[2] / "docs/results/peers.md"
 BEGIN, END = "<!-- peers:begin (benchmarks/experiments/peers.py --page) -->", "<!-- peers:end -->"
 TABLES = {"f_llava15": "LLaVA-1.5-7B", "b_llava_next": "LLaVA-NeXT-7B"}
-PRINTED = (64, 320)  # kept tokens for which papers print a speed-up
+PRINTED = (64, 320)  # kept tokens with a speed-up in the papers
 MISSING = "**No GPU results. Run `python benchmarks/experiments/gpu/run.py`.**"
 COLUMNS = ("method", "GPU busy", "by FLOPs", "eager prefill", "KV cache")
 
@@ -83,8 +83,11 @@ def page() -> str:
     text = []
     for name, model in TABLES.items():
         for _, header, records in sheets.found(name):
-            shown = next(row for row in records if row.get("keep") in PRINTED)
-            text += [f"**{model}, {shown['visual']} to {shown['keep']} tokens.** {sheets.where(header)}", ""]
+            example_row = next(row for row in records if row.get("keep") in PRINTED)
+            text += [
+                f"**{model}, {example_row['visual']} to {example_row['keep']} tokens.** {sheets.where(header)}",
+                "",
+            ]
             text += ["| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
             text += ["| " + " | ".join(row) + " |" for row in ours(records)] + [""]
     text = text or [MISSING, ""]

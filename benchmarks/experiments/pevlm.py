@@ -45,7 +45,7 @@ WAYS = ("full", "blocks")
 METHOD = tokenprune.method("pevlm", min_frames=1)
 
 
-def parts(frames: int) -> Parts:
+def build_parts(frames: int) -> Parts:
     """Return the parts of a prompt with half of its text before and half after the video."""
     before, length = TEXT // 2, TEXT + frames * PER_FRAME
     video = Visual.from_positions("video", range(before, before + frames * PER_FRAME), frames)
@@ -58,7 +58,7 @@ def parts(frames: int) -> Parts:
 
 def attention(frames: int, way: str) -> Callable[[], object]:
     """Return a function that computes the attention of one layer."""
-    length, cut = TEXT + frames * PER_FRAME, parts(frames)
+    length, cut = TEXT + frames * PER_FRAME, build_parts(frames)
     query = torch.randn(1, HEADS, length, WIDTH)
     key, value = (torch.randn(1, KV_HEADS, length, WIDTH) for _ in range(2))
     if way == "full":
@@ -176,7 +176,7 @@ def main() -> None:
     load = Load(args.allow_load)
     seconds = times(args.rounds, console)
     timed = load.record()
-    pairs = {frames: parts(frames).pairs for frames in FRAMES}
+    pairs = {frames: build_parts(frames).pairs for frames in FRAMES}
     full_pairs = {frames: (TEXT + frames * PER_FRAME) * (TEXT + frames * PER_FRAME + 1) // 2 for frames in FRAMES}
 
     table = Table(title=f"{PER_FRAME} tokens a frame, cpu, {args.threads} threads")

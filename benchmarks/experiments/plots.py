@@ -23,9 +23,13 @@ def efficiency(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
     titles = [f"{visual} -> {keep} visual tokens, {header['device']}" for visual, keep in cases]
     figure, row = create_panels(titles, 5, 4)
     for axes, case in zip(row, cases, strict=True):
-        shown = [record for record in records if (record["visual"], record["keep"]) == case and "efficiency" in record]
+        case_records = [
+            record for record in records if (record["visual"], record["keep"]) == case and "efficiency" in record
+        ]
         for which, marker, label in (("efficiency", "o", "wall time"), ("cpu_efficiency", "x", "CPU time")):
-            points = [(record["method"], *(record[which][name] for name in ("p50", "p20", "p80"))) for record in shown]
+            points = [
+                (record["method"], *(record[which][name] for name in ("p50", "p20", "p80"))) for record in case_records
+            ]
             draw_curve(axes, points, label, marker=marker, linestyle="none")
         axes.axhline(0.95, color="grey", linestyle=":")
         axes.tick_params(axis="x", rotation=45)

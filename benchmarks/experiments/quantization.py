@@ -189,15 +189,15 @@ def measure(subjects: dict[str, Model], setting: Setting, questions: list[Any]) 
             stack.enter_context(tokenprune.patched(model, setting.method, keep=KEEP, **options))
         if setting.compressed:
             stack.enter_context(halved(model))
-        asked = [subject.inputs([question.images], [question.question]) for question in questions]
-        answers = [subject.generate(inputs, **cache())[0] for inputs in asked]
-        out = model.generate(**asked[0], max_new_tokens=1, return_dict_in_generate=True, **cache())
+        all_inputs = [subject.inputs([question.images], [question.question]) for question in questions]
+        answers = [subject.generate(inputs, **cache())[0] for inputs in all_inputs]
+        out = model.generate(**all_inputs[0], max_new_tokens=1, return_dict_in_generate=True, **cache())
         stored = sum(count_layer_bytes(layer) for layer in out.past_key_values.layers)
         reported = tokenprune.stats(model).kv_bytes if setting.method else stored
     right = sum(question.is_right(answer) for question, answer in zip(questions, answers, strict=True))
     return {
         **vars(setting), "right": right, "asked": len(questions), "kv_bytes": stored, "kv_bytes_told": reported,
-        "weight_bytes": stored_weights(model), "tokens": asked[0]["input_ids"].shape[1],
+        "weight_bytes": stored_weights(model), "tokens": all_inputs[0]["input_ids"].shape[1],
     }  # fmt: skip
 
 

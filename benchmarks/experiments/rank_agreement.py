@@ -48,7 +48,10 @@ def images_of(header: Mapping[str, Any]) -> list[int]:
 
 
 def agreement(
-    scores: Mapping[str, np.ndarray], theirs: Mapping[str, float], images: Sequence[int], resamples: int = RESAMPLES
+    scores: Mapping[str, np.ndarray],
+    paper_scores: Mapping[str, float],
+    images: Sequence[int],
+    resamples: int = RESAMPLES,
 ) -> dict[str, float]:
     """Return Kendall's tau-b between the order of our mean scores and `theirs`, with its 95 % interval.
 
@@ -58,15 +61,15 @@ def agreement(
         images: Image index of each question.
         resamples: Number of bootstrap samples.
     """
-    names = sorted(theirs)
-    _, indices, asked = np.unique(images, return_inverse=True, return_counts=True)
-    ours = np.zeros((len(names), len(asked)))  # right answers per image
+    names = sorted(paper_scores)
+    _, indices, num_questions = np.unique(images, return_inverse=True, return_counts=True)
+    ours = np.zeros((len(names), len(num_questions)))  # right answers per image
     for row, name in zip(ours, names, strict=True):
         np.add.at(row, indices, scores[name])
-    ranks = [theirs[name] for name in names]
+    ranks = [paper_scores[name] for name in names]
     generator = np.random.default_rng(0)
-    draws = generator.integers(len(asked), size=(resamples, len(asked)))
-    taus = [kendalltau(ours[:, draw].sum(1) / asked[draw].sum(), ranks).statistic for draw in draws]
+    draws = generator.integers(len(num_questions), size=(resamples, len(num_questions)))
+    taus = [kendalltau(ours[:, draw].sum(1) / num_questions[draw].sum(), ranks).statistic for draw in draws]
     low, high = np.nanpercentile(taus, [2.5, 97.5])
     tau = kendalltau(ours.sum(1), ranks).statistic
     return {"tau": round(float(tau), 3), "low": round(float(low), 3), "high": round(float(high), 3)}

@@ -6,7 +6,7 @@
 
 demo_qwen is trained without dropping tokens. It is tuned twice on the same questions in the same order: under
 `divprune` and `uniform` at keep 0.25 and 0.11 in turn, and without pruning as a control. Both models then answer the
-held-out questions under each of these settings. A training step is that of transformers (labels, loss, backward). The
+held-out questions under each of these settings. A training step is as in transformers (labels, loss, backward). The
 output of the frozen vision tower is cached per image.
 
 The training images are drawn by `tokenprune_demo.scenes` with a separate seed (`SEED`), over photographs that no
@@ -72,26 +72,26 @@ Drawings = Sequence[Sequence[Drawn]]  # the questions of each image
 
 def draw(part: int, images: int) -> Drawings:
     """Draw images of random sizes with their questions."""
-    drawn = []
+    drawings = []
     for index in range(images):
         rng = np.random.default_rng((SEED, part, index))
         scene = draw_scene(rng, load_photos("train"))
         size = [16 * int(side) for side in rng.integers(9, 21, 2)]
         image = scene.image.resize(size, Image.Resampling.BICUBIC)
-        drawn.append([Drawn(image, question.kind, question.text, question.answer) for question in scene.questions])
-    return drawn
+        drawings.append([Drawn(image, question.kind, question.text, question.answer) for question in scene.questions])
+    return drawings
 
 
-def batches(drawn: Drawings, size: int, seed: tuple[int, ...]) -> Iterator[list[Drawn]]:
+def batches(drawings: Drawings, size: int, seed: tuple[int, ...]) -> Iterator[list[Drawn]]:
     """Yield endless batches of one question about each of `size` images. The kind is drawn first."""
     rng = np.random.default_rng(seed)
     while True:
         batch = []
-        for index in rng.choice(len(drawn), size, replace=len(drawn) < size):
-            kinds = sorted({drawing.kind for drawing in drawn[index]})
+        for index in rng.choice(len(drawings), size, replace=len(drawings) < size):
+            kinds = sorted({drawing.kind for drawing in drawings[index]})
             kind = kinds[rng.integers(len(kinds))]
-            asked = [drawing for drawing in drawn[index] if drawing.kind == kind]
-            batch.append(asked[rng.integers(len(asked))])
+            candidates = [drawing for drawing in drawings[index] if drawing.kind == kind]
+            batch.append(candidates[rng.integers(len(candidates))])
         yield batch
 
 
@@ -177,12 +177,12 @@ def adapt(model: Any) -> Any:
     return get_peft_model(model, config)
 
 
-def under(model: Any, method: str, keep: float) -> Any:
+def apply_setting(model: Any, method: str, keep: float) -> Any:
     return nullcontext() if (method, keep) in UNPRUNED else tokenprune.patched(model, method, keep=keep, guard="off")
 
 
 def tune(
-    subject: Model, settings: Sequence[tuple[str, float]], drawn: Drawings, *, steps: int, batch: int, rate: float
+    subject: Model, settings: Sequence[tuple[str, float]], drawings: Drawings, *, steps: int, batch: int, rate: float
 ) -> dict[str, Any]:
     """Tune `subject` in place, with the settings in turn, and return a record.
 
@@ -194,10 +194,10 @@ def tune(
     slope = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARM_UP, (steps - step) / max(1, steps - WARM_UP))
     )
-    source, losses, begin = batches(drawn, batch, (SEED, TUNING)), [], _clocks()
+    source, losses, begin = batches(drawings, batch, (SEED, TUNING)), [], _clocks()
     adapted.train()
     for step in range(steps):
-        with under(subject.model, *settings[step % len(settings)]):
+        with apply_setting(subject.model, *settings[step % len(settings)]):
             loss = subject.model(**lesson(subject, next(source)), use_cache=False).loss
             loss.backward()
         nn.utils.clip_grad_norm_(learned, 1.0)
@@ -213,13 +213,13 @@ def tune(
 
 
 @torch.no_grad()
-def validation_loss(subject: Model, drawn: Drawings, questions: int) -> float:
+def validation_loss(subject: Model, drawings: Drawings, questions: int) -> float:
     """Return the mean loss under `PRUNED` on questions that are not in the tuning set."""
-    source, size, losses = batches(drawn, 16, (SEED, VALIDATION)), -(-questions // 16), []
-    asked = [lesson(subject, next(source)) for _ in range(size)]
+    source, size, losses = batches(drawings, 16, (SEED, VALIDATION)), -(-questions // 16), []
+    all_inputs = [lesson(subject, next(source)) for _ in range(size)]
     for setting in PRUNED:
-        with under(subject.model, *setting):
-            losses += [subject.model(**inputs, use_cache=False).loss.item() for inputs in asked]
+        with apply_setting(subject.model, *setting):
+            losses += [subject.model(**inputs, use_cache=False).loss.item() for inputs in all_inputs]
     return round(float(np.mean(losses)), 4)
 
 
@@ -227,11 +227,11 @@ def validation_loss(subject: Model, drawn: Drawings, questions: int) -> float:
 def ask(subject: Model, examples: Sequence[Any], method: str, keep: float, batch: int = 27) -> dict[str, Any]:
     """Ask held-out questions. Return the right answers as a string of 1 and 0, and the visual tokens per image."""
     right, tokens, begin = "", 0, _clocks()
-    with under(subject.model, method, keep):
+    with apply_setting(subject.model, method, keep):
         for start in range(0, len(examples), batch):
-            asked = examples[start : start + batch]
-            inputs = subject.inputs([example.image for example in asked], [example.question for example in asked])
-            scores = METRICS[subject.metric].score(subject.generate(inputs), [example.answers for example in asked])
+            chunk = examples[start : start + batch]
+            inputs = subject.inputs([example.image for example in chunk], [example.question for example in chunk])
+            scores = METRICS[subject.metric].score(subject.generate(inputs), [example.answers for example in chunk])
             right += "".join(str(int(score)) for score in scores)
             patched = tokenprune.is_patched(subject.model)
             tokens += tokenprune.stats(subject.model).visual_tokens_out if patched else subject.visual_tokens(inputs)
@@ -248,13 +248,13 @@ def _spent(begin: tuple[float, float]) -> dict[str, float]:
     return {"seconds": round(wall, 1), "cpu_seconds": round(cpu, 1), "load": round(os.getloadavg()[0], 2)}
 
 
-def tried(tower: FrozenTower, rates: Sequence[float], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def try_rates(tower: FrozenTower, rates: Sequence[float], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Tune for a few steps with each learning rate (0: no tuning), and measure the loss on the validation draw."""
-    drawn, others = draw(TUNING, args.images), draw(VALIDATION, args.validation)
+    drawings, others = draw(TUNING, args.images), draw(VALIDATION, args.validation)
     for rate in rates:
         subject = loaded(tower)
         steps = args.try_steps if rate else 0
-        tuning = tune(subject, PRUNED, drawn, steps=steps, batch=args.batch, rate=rate)
+        tuning = tune(subject, PRUNED, drawings, steps=steps, batch=args.batch, rate=rate)
         yield {"record": "tried", "validation_loss": validation_loss(subject, others, 4 * args.validation), **tuning}
 
 
@@ -268,7 +268,9 @@ def run(tower: FrozenTower, args: argparse.Namespace, known: Sequence[dict[str, 
             "kinds": [example.kind for example in examples], "images": args.images, "rank": RANK,
         }  # fmt: skip
     tries = [record for record in known if record["record"] == "tried"]
-    for record in tried(tower, [rate for rate in args.rates if rate not in {record["rate"] for record in tries}], args):
+    for record in try_rates(
+        tower, [rate for rate in args.rates if rate not in {record["rate"] for record in tries}], args
+    ):
         tries.append(record)
         yield record
     scored = [record for record in tries if record["rate"]]
@@ -307,9 +309,9 @@ def main() -> None:
     for record in run(tower, args, known):
         with args.json.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        shown = {k: v for k, v in record.items() if k not in ("kinds", "losses", "right")}
+        summary = {k: v for k, v in record.items() if k not in ("kinds", "losses", "right")}
         share = f", {record['right'].count('1') / len(record['right']):.1%} right" if "right" in record else ""
-        console.print(f"{shown}{share}")
+        console.print(f"{summary}{share}")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@
     python dev/readme.py
 
 `experiments/training/smol/smol_scenes.py` draws the training questions, of all kinds, with a separate seed and over
-photographs that no held-out image uses. The held-out questions are those of `all_methods.py --every 4`, used before and
-after tuning only. The recipe was fixed before the first run: `divprune` at keep 0.25 and 0.11 in alternating steps,
-learning rate 1e-4, no search.
+photographs that no held-out image uses. The held-out questions are the same as in `all_methods.py --every 4`, used
+before and after tuning only. The recipe was fixed before the first run: `divprune` at keep 0.25 and 0.11 in alternating
+steps, learning rate 1e-4, no search.
 
 Expectations: a gain within the intervals at both keeps, since demo_smol was trained on these drawings for days and a
 few hundred examples are little; and a loss of less than two points without pruning, since LoRA changes little in so few
@@ -62,8 +62,8 @@ def lessons(subject: Model, size: int) -> Dataset:
             pass
         kinds = sorted({candidate.kind for candidate in scene.questions})
         kind = kinds[rng.integers(len(kinds))]
-        asked = [candidate for candidate in scene.questions if candidate.kind == kind]
-        question = asked[rng.integers(len(asked))]
+        candidates = [candidate for candidate in scene.questions if candidate.kind == kind]
+        question = candidates[rng.integers(len(candidates))]
         image = Image.fromarray(scene.pixels[0])
         answer = f"{sentence(scene, question)}{subject.processor.tokenizer.eos_token}"
         rows.append({"image": image, "prompt": subject.prompt([image], question.text), "completion": answer})
@@ -113,22 +113,37 @@ def tune(subject: Model, *, steps: int, batch: int, rate: float) -> dict[str, An
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     subject = load_model(args.model, device="cpu")
-    asked = [example for example in load_heldout(folder=subject.heldout) if example.index % args.every == 0][
+    examples = [example for example in load_heldout(folder=subject.heldout) if example.index % args.every == 0][
         : args.heldout
     ]
     yield {
-        "record": "header", **subject.environment(), "questions": len(asked), "seed": SEED, "rank": RANK,
-        "every": args.every, "kinds": [example.kind for example in asked],
+        "record": "header", **subject.environment(), "questions": len(examples), "seed": SEED, "rank": RANK,
+        "every": args.every, "kinds": [example.kind for example in examples],
     }  # fmt: skip
     unpruned = UNPRUNED if args.whole else []
     for setting in SETTINGS:
-        yield {"record": "result", "tuned": None, **_said(setting), **ask(subject, asked, *setting, batch=args.asked)}
+        yield {
+            "record": "result",
+            "tuned": None,
+            **_said(setting),
+            **ask(subject, examples, *setting, batch=args.asked),
+        }
     yield {"record": "tuned", **tune(subject, steps=args.steps, batch=args.batch, rate=args.rate)}
     for setting in (*SETTINGS, *unpruned):
-        yield {"record": "result", "tuned": "sft", **_said(setting), **ask(subject, asked, *setting, batch=args.asked)}
+        yield {
+            "record": "result",
+            "tuned": "sft",
+            **_said(setting),
+            **ask(subject, examples, *setting, batch=args.asked),
+        }
     subject = load_model(args.model, device="cpu")
     for setting in unpruned:
-        yield {"record": "result", "tuned": None, **_said(setting), **ask(subject, asked, *setting, batch=args.asked)}
+        yield {
+            "record": "result",
+            "tuned": None,
+            **_said(setting),
+            **ask(subject, examples, *setting, batch=args.asked),
+        }
 
 
 def _said(setting: tuple[str, float]) -> dict[str, Any]:

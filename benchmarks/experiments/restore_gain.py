@@ -65,7 +65,7 @@ def main() -> None:
     sets = sets_of(subject, args.images)
     header = {
         "record": "header", **subject.environment(), "images": args.images,
-        "questions": {name: sum(map(len, asked)) for name, asked in sets.items()},
+        "questions": {name: sum(map(len, groups)) for name, groups in sets.items()},
     }  # fmt: skip
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if known and any(known[0][name] != header[name] for name in ("weights", "questions")):
@@ -77,10 +77,10 @@ def main() -> None:
             if any(record.items() >= case.items() for record in known):
                 continue
             if case["way"] == "unpatched":
-                right_of = {name: answers(subject, asked) for name, asked in sets.items()}
+                right_of = {name: answers(subject, groups) for name, groups in sets.items()}
             else:
                 with tokenprune.patched(subject.model, method_of(case), keep=case["keep"], guard="off"):
-                    right_of = {name: answers(subject, asked) for name, asked in sets.items()}
+                    right_of = {name: answers(subject, groups) for name, groups in sets.items()}
             print(json.dumps({**case, **right_of}), file=file, flush=True)
             console.print(case, {name: f"{right.count('1') / len(right):.3f}" for name, right in right_of.items()})
 

@@ -73,10 +73,10 @@ class Retriever:
         self.model = ColQwen2ForRetrieval.from_pretrained(folder).eval()
         self.prompts = Prompts(self.model)
         self.pages = [draw(TEST_SEED, index) for index in range(DOCUMENTS)]
-        asked = unique_questions(self.pages)
-        self.right = torch.tensor([page for page, _ in asked])
+        questions = unique_questions(self.pages)
+        self.right = torch.tensor([page for page, _ in questions])
         with torch.no_grad():
-            vectors = tokenprune.vectors(self.model(**self.prompts.questions([text for _, text in asked])))
+            vectors = tokenprune.vectors(self.model(**self.prompts.questions([text for _, text in questions])))
         self.asked, self.lengths = (
             torch.cat(vectors),
             torch.tensor([len(question_vectors) for question_vectors in vectors]),
@@ -211,10 +211,10 @@ def gain(row: dict[str, Any]) -> np.ndarray:
     return np.where(ranks < 5, 1 / np.log2(ranks + 2), 0.0)
 
 
-def interval(values: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+def compute_interval(values: np.ndarray, other: np.ndarray) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of the mean difference in points."""
-    drawn = np.random.default_rng(0).integers(0, len(values), (2000, len(values)))
-    low, high = np.percentile(100 * (values - other)[drawn].mean(1), [2.5, 97.5])
+    resampled = np.random.default_rng(0).integers(0, len(values), (2000, len(values)))
+    low, high = np.percentile(100 * (values - other)[resampled].mean(1), [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -229,31 +229,31 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| where, what | " + " | ".join(map(str, VECTORS)) + " | nDCG@5 at 128 |",
         "|---|" + "---|" * (len(VECTORS) + 1),
     ]
-    for where in ("after", "entry"):
-        for name in dict.fromkeys(row["method"] for row in results if row["where"] == where):
+    for stage in ("after", "entry"):
+        for name in dict.fromkeys(row["method"] for row in results if row["where"] == stage):
             cells = []
             for num_vectors in VECTORS:
                 same = [
                     row
                     for row in results
-                    if (row["where"], row["method"], row["vectors"]) == (where, name, num_vectors)
+                    if (row["where"], row["method"], row["vectors"]) == (stage, name, num_vectors)
                 ]
                 if not same:
                     cells.append("refused")
                     continue
                 recalls = np.mean([recall(row) for row in same], 0)
                 best = next(row for row in results if (row["method"], row["vectors"]) == ("ward", num_vectors))
-                low, high = interval(recalls, recall(best))
+                low, high = compute_interval(recalls, recall(best))
                 text = f"{100 * recalls.mean():.1f}"
                 cells.append(text if low <= 0 <= high else f"**{text}**")
-            half = [row for row in results if (row["where"], row["method"], row["vectors"]) == (where, name, 128)]
+            half = [row for row in results if (row["where"], row["method"], row["vectors"]) == (stage, name, 128)]
             ndcg = f"{100 * np.mean([gain(row) for row in half]):.1f}" if half else ""
             label = NAMES.get(name, f"[`{name}`](../methods/{name}.md)")
-            label_of_site = "after" if where == "after" else PLACES[tokenprune.method_info(name).site]
+            label_of_site = "after" if stage == "after" else PLACES[tokenprune.method_info(name).site]
             lines.append(f"| {label_of_site}: {label} | {' | '.join(cells)} | {ndcg} |")
-    asked = len(unpruned["ranks"])
+    num_questions = len(unpruned["ranks"])
     full_recall = f"{100 * recall(unpruned).mean():.1f} %"
-    text = f"{asked} questions, {DOCUMENTS} documents; with all 256 vectors recall@1 is {full_recall}"
+    text = f"{num_questions} questions, {DOCUMENTS} documents; with all 256 vectors recall@1 is {full_recall}"
     lines += ["", f"{text} and nDCG@5 {100 * gain(unpruned).mean():.1f}."]
     return "\n".join(lines)
 

@@ -45,9 +45,13 @@ def draw(seed: int, index: int) -> Page:
     document = draw_document(np.random.default_rng((seed, index)), LAYOUTS[index % len(LAYOUTS)], (SIZE, SIZE))
     phrases = {"word": "sign {}", "digits": "digit {}"}
     facts = []
-    for drawn in document.questions:
-        thing = drawn.text.removeprefix("what color is the ").rstrip("?")  # "circle", "tiny heart"
-        facts.append(phrases[drawn.kind].format(drawn.answer) if drawn.kind in phrases else f"{drawn.answer} {thing}")
+    for drawn_question in document.questions:
+        thing = drawn_question.text.removeprefix("what color is the ").rstrip("?")  # "circle", "tiny heart"
+        facts.append(
+            phrases[drawn_question.kind].format(drawn_question.answer)
+            if drawn_question.kind in phrases
+            else f"{drawn_question.answer} {thing}"
+        )
     return Page(document.image, facts)
 
 
@@ -114,9 +118,9 @@ def embed(model: ColQwen2ForRetrieval, prompts: Prompts, encoded: Tensor) -> Ten
     return model(inputs_embeds=embeds, attention_mask=torch.ones_like(ids)).embeddings
 
 
-def score(asked: Tensor, mask: Tensor, pages: Tensor) -> Tensor:
+def score(queries: Tensor, mask: Tensor, pages: Tensor) -> Tensor:
     """Return mean similarities of a question's tokens to the closest page vectors, shape (questions, pages)."""
-    closest = torch.einsum("qtd,pvd->qptv", asked, pages).amax(-1) * mask[:, None]
+    closest = torch.einsum("qtd,pvd->qptv", queries, pages).amax(-1) * mask[:, None]
     return closest.sum(-1) / mask.sum(-1)[:, None]
 
 
@@ -131,9 +135,9 @@ def train(model: ColQwen2ForRetrieval, prompts: Prompts, pages: list[Page], minu
     while (share := (time.perf_counter() - start) / 60 / minutes) < 1:
         optimizer.param_groups[0]["lr"] = 1e-3 * min(1, (step + 1) / 20) * max(0.05, 1 - share)
         chosen = rng.choice(len(pages), batch, replace=False)
-        asked = prompts.questions([question(pages[index], int(rng.integers(4))) for index in chosen])
+        query_inputs = prompts.questions([question(pages[index], int(rng.integers(4))) for index in chosen])
         vectors = embed(model, prompts, encoded[chosen])
-        scores = score(model(**asked).embeddings, asked["attention_mask"].float(), vectors) * scale.exp()
+        scores = score(model(**query_inputs).embeddings, query_inputs["attention_mask"].float(), vectors) * scale.exp()
         loss = torch.nn.functional.cross_entropy(scores, torch.arange(batch))
         optimizer.zero_grad()
         loss.backward()

@@ -101,13 +101,13 @@ def measure_point(
     """Measure one point.
 
     Args:
-        what: "selection", "merge" or "engine".
+        operation: "selection", "merge" or "engine".
         name: Method or merging.
         count: Number of visual tokens.
         device: Device of the run.
         threads: Number of threads.
         limit: Maximum bytes of a separate process, or None if this process measures.
-        most: Maximum CPU seconds of the first run.
+        max_seconds: Maximum CPU seconds of the first run.
     """
     torch.set_num_threads(threads)
     if limit is not None:
@@ -140,8 +140,11 @@ def measure_point(
     measured = {"seconds": seconds, "peak": peak.bytes} | ({"cpu": cpu} if device.type == "cpu" else {})
     if operation == "selection":
         tokens = choice_of(name, count, device)[1]
-        all_, some = tokens.hidden[0], tokens.hidden[0, : tokens.keep[0]].T
-        measured |= {"tokens": tokens.counts[0], "product": min(clock(lambda: all_ @ some)[-1] for _ in range(2))}
+        all_, kept_features = tokens.hidden[0], tokens.hidden[0, : tokens.keep[0]].T
+        measured |= {
+            "tokens": tokens.counts[0],
+            "product": min(clock(lambda: all_ @ kept_features)[-1] for _ in range(2)),
+        }
     return measured
 
 

@@ -45,22 +45,22 @@ class MadeUp(TokenSource):
     """Source of one image of `count` tokens followed by text. Observables are computed on demand, as in an engine."""
 
     hidden: torch.Tensor
-    seen: Any
+    attention: Any
     count: int
     needs: frozenset[str]
     input_of_layer: LayerInput | None = None
 
     @property
     def attention_before(self) -> Any:
-        return self.seen
+        return self.attention
 
     @property
     def attention_after(self) -> Any:
-        return self.seen
+        return self.attention
 
     @property
     def unrotated_attention(self) -> Any:
-        return self.seen
+        return self.attention
 
     @property
     def input_before(self) -> LayerInput:
@@ -129,7 +129,7 @@ def visual_tokens(method: Method, count: int, device: torch.device) -> VisualTok
     observed = Observation(by_head, by_head, None, (channels // HEADS) ** -0.5, value=by_head)
     angles = torch.arange(count + TEXT, device=device)[None, :, None] / torch.arange(1, 33, device=device)
     entered = LayerInput(keys, (angles.cos(), angles.sin()))
-    source = MadeUp(hidden=hidden, seen=observed, count=count, needs=method.needs, input_of_layer=entered)
+    source = MadeUp(hidden=hidden, attention=observed, count=count, needs=method.needs, input_of_layer=entered)
     positions = torch.arange(count, device=device)[None]
     width = 14 if video else max(w for w in range(1, math.isqrt(count) + 1) if count % w == 0)
     grid = (frames, 14, 14) if video else (1, count // width, width)

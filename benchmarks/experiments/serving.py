@@ -103,12 +103,12 @@ def byte_tokenizer(special: list[str], **names: str) -> Any:
 def served(model: str | None, extra: list[str], console: Console) -> Iterator[str]:
     """Start a server, yield its address, and stop it."""
     with tempfile.TemporaryDirectory() as temporary, socket.socket() as free:
-        where = Path(temporary)
+        folder = Path(temporary)
         if model is None:
-            write_model(where / "model")
-            (where / "template.jinja").write_text(TEMPLATE)
-            model = str(where / "model")
-            extra = ["--chat-template", str(where / "template.jinja"), "--max-model-len", "1024", *extra]
+            write_model(folder / "model")
+            (folder / "template.jinja").write_text(TEMPLATE)
+            model = str(folder / "model")
+            extra = ["--chat-template", str(folder / "template.jinja"), "--max-model-len", "1024", *extra]
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
@@ -117,7 +117,7 @@ def served(model: str | None, extra: list[str], console: Console) -> Iterator[st
             "served", "--host", "127.0.0.1", "--port", str(port), "--trust-request-mm-kwargs",
             "--mm-processor-kwargs", '{"tokenprune": {"off": true}}', *extra,
         ]  # fmt: skip
-        with (where / "log").open("w") as log:
+        with (folder / "log").open("w") as log:
             # vLLM's CPU build otherwise reserves most of the memory. GPU builds ignore the variable.
             environment = {"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ}
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -125,7 +125,7 @@ def served(model: str | None, extra: list[str], console: Console) -> Iterator[st
                 with console.status("starting the server"):
                     while not _healthy(port):
                         if process.poll() is not None:
-                            raise SystemExit((where / "log").read_text()[-3000:])
+                            raise SystemExit((folder / "log").read_text()[-3000:])
                         time.sleep(1)
                 yield f"http://127.0.0.1:{port}/v1"
             finally:

@@ -102,7 +102,7 @@ async def sweep(url: str, args: argparse.Namespace, console: Console) -> list[di
                         rates[media_kind, name].append(len(media) / took)
                         prompts[media_kind, name] += [length for _, length in answers]
         for (media_kind, name), rates_of_setting in sorted(rates.items()):
-            ratios = [mine / off for mine, off in zip(rates_of_setting, rates[media_kind, "off"], strict=True)]
+            ratios = [rate / off for rate, off in zip(rates_of_setting, rates[media_kind, "off"], strict=True)]
             records.append({
                 "shape": shape, "concurrency": concurrency, "media": media_kind, "setting": name,
                 "requests_per_second": rates_of_setting, "ratio": statistics.median(ratios), "ratios": ratios,

@@ -72,7 +72,7 @@ def questions(images: int, seed: int) -> list[Any]:
     sys.path.insert(0, str(Path(__file__).parent / "training" / "qwen"))
     from native_scenes import draw_native
 
-    rng, drawn = np.random.default_rng(seed), []
+    rng, examples = np.random.default_rng(seed), []
     for index in range(images):
         scene = draw_native(rng, SIDE, SIDE, float(rng.uniform(1.1, 1.6)))
         image = Image.fromarray(scene.pixels[0])
@@ -80,8 +80,8 @@ def questions(images: int, seed: int) -> list[Any]:
             pool = [candidate for candidate in scene.questions if candidate.kind == kind]
             if pool:
                 question = pool[int(rng.integers(len(pool)))]
-                drawn.append(Drawn(f"drawn {index}", kind, question.text, (question.answer,), image))
-    return drawn
+                examples.append(Drawn(f"drawn {index}", kind, question.text, (question.answer,), image))
+    return examples
 
 
 def group_of(trial: Trial) -> str:
@@ -118,10 +118,10 @@ def best_of(group: str, tuner: Tuner, max_drop: float, tries: int) -> tuple[Tria
     return best
 
 
-def record(group: str, best: tuple[Trial, float, float], times: dict[str, Any], asked: int) -> dict[str, Any]:
+def record(group: str, best: tuple[Trial, float, float], times: dict[str, Any], num_questions: int) -> dict[str, Any]:
     trial, drop, bound = best
     return {
-        "group": group, "setting": trial.candidate.to_json(), "asked": asked, "drop": drop, "drop_below": bound,
+        "group": group, "setting": trial.candidate.to_json(), "asked": num_questions, "drop": drop, "drop_below": bound,
         "work": trial.get_expected_share("work"), **times,
     }  # fmt: skip
 
@@ -165,10 +165,12 @@ def _times(row: dict[str, Any]) -> list[str]:
     return [f"x{row['speedup']:.2f}", *stages, f"{after['selection']:.0f}", limits]
 
 
-def timed(subject: Any, asked: list[Any], setting: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+def time_setting(
+    subject: Any, examples: list[Any], setting: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
     """Profile a setting in turn with the unpatched model, and return times and load."""
     load = Load(args.allow_load)
-    profile = profile_call(subject, asked[0].images, asked[0].question, setting, repeats=args.repeats)
+    profile = profile_call(subject, examples[0].images, examples[0].question, setting, repeats=args.repeats)
     about = load.record() | {"threads": args.threads, "code": code_version()}
     return {"name": format_setting(profile), **profile.as_dict(), **about}
 
@@ -177,12 +179,12 @@ def retime(path: Path, args: argparse.Namespace) -> None:
     """Measure the times of a file's groups again. With --resume, rows of this code that are not loaded are kept."""
     about, lines = read(path)
     subject = load_model("demo_qwen", device=args.device)
-    asked = questions(0, args.seed)
+    examples = questions(0, args.seed)
     for line in lines:
         known = line.get("code") == code_version() and not is_loaded(line, about)
         if "group" in line and not (args.resume and known):
             line.pop("loaded", None)
-            line |= timed(subject, asked, line["setting"], args)
+            line |= time_setting(subject, examples, line["setting"], args)
             write(path, [about, *lines])
 
 
@@ -214,12 +216,12 @@ def main() -> None:
         retime(path, args)
         return
     subject = load_model("demo_qwen", device=args.device)
-    asked = questions(args.images, args.seed)[: args.limit]
+    examples = questions(args.images, args.seed)[: args.limit]
     candidates = build_grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
-    panel = Evaluator(subject, asked, batch_size=args.batch_size)
+    panel = Evaluator(subject, examples, batch_size=args.batch_size)
     # Few questions cannot prove a loss below one point. Relax the promise until the search can run.
     promise = Promise(args.max_drop)
-    while promise.questions_needed > len(asked) // 2:
+    while promise.questions_needed > len(examples) // 2:
         promise = Promise(1.25 * promise.max_drop)
     tuner = Tuner(
         panel, candidates, promise, stacks=args.stacks, objective="ttft", repeats=1,
@@ -227,7 +229,7 @@ def main() -> None:
     )  # fmt: skip
     tuner.search_only()
     lines = [
-        header(torch.device(args.device), questions=len(asked), source="drawn" if args.images else "held-out",
+        header(torch.device(args.device), questions=len(examples), source="drawn" if args.images else "held-out",
                repeats=args.repeats, max_drop=args.max_drop, weights=subject.weights, seed=args.seed)
     ]  # fmt: skip
     lines += [
@@ -245,12 +247,12 @@ def main() -> None:
         if best is None:
             console.print(f"{group}: no setting was tried", markup=False)
             continue
-        lines.append(record(group, best, timed(subject, asked, best[0].candidate, args), len(asked)))
+        lines.append(record(group, best, time_setting(subject, examples, best[0].candidate, args), len(examples)))
         lines[0]["unpatched"] = float(panel.scores(None, [*tuner.search, *tuner.held_out]).mean())
         write(path, lines)
-    shown = table(path)
-    console.print(to_rich(shown))
-    console.print(shown.notes[0], markup=False)
+    summary_table = table(path)
+    console.print(to_rich(summary_table))
+    console.print(summary_table.notes[0], markup=False)
 
 
 if __name__ == "__main__":

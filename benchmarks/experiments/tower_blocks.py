@@ -60,12 +60,12 @@ def heldout(subject: Model, background: str, limit: int) -> list[list[Example]]:
 def sets_of(subject: Model, limit: int) -> dict[str, list[list[Any]]]:
     """Return the questions of each image, by the name of the image set."""
     photographs = {"photographs": heldout(subject, "photo", limit)}
-    if packed(subject):
+    if is_packed(subject):
         return {**photographs, "documents": documents(limit)}
     return {**photographs, **{f"{kind}s": heldout(subject, kind, limit) for kind in ("document", "chart")}}
 
 
-def packed(subject: Model) -> bool:
+def is_packed(subject: Model) -> bool:
     """Return whether the tower takes patches of all images in one sequence, as demo_qwen's does."""
     return subject.adapter.family.tower_rows == "all images"
 
@@ -91,20 +91,20 @@ def repeated(output: Any, times: int) -> Any:
     return batch_output
 
 
-def answers(subject: Model, asked: Sequence[Sequence[Any]]) -> str:
+def answers(subject: Model, groups: Sequence[Sequence[Any]]) -> str:
     """Return the right answers as a string of 1 and 0.
 
     If patches are packed, all questions about an image are one batch, and the tower runs once per image.
     """
-    flat = [example for questions in asked for example in questions]
-    batches = asked if packed(subject) else [flat[start : start + BATCH] for start in range(0, len(flat), BATCH)]
+    flat = [example for questions in groups for example in questions]
+    batches = groups if is_packed(subject) else [flat[start : start + BATCH] for start in range(0, len(flat), BATCH)]
     texts: list[str] = []
     for questions in batches:
         inputs = subject.inputs(
             [example.images[0] for example in questions], [example.question for example in questions]
         )
         encoded = {}
-        if packed(subject):
+        if is_packed(subject):
             pixels, grids = inputs.pop("pixel_values"), inputs["image_grid_thw"]
             encoded_image = subject.adapter.base.get_image_features(pixels[: int(grids[0].prod())], grids[:1])
             encoded = {"mm_encoder_outputs": {"image": repeated(encoded_image, len(questions))}}
@@ -116,7 +116,7 @@ def answers(subject: Model, asked: Sequence[Sequence[Any]]) -> str:
 def depth_of(subject: Model) -> int:
     """Return the number of blocks of the tower."""
     vision = subject.model.config.vision_config
-    return vision.depth if packed(subject) else vision.num_hidden_layers
+    return vision.depth if is_packed(subject) else vision.num_hidden_layers
 
 
 def cases(depth: int, scores: Sequence[str] = SCORES) -> list[dict[str, Any]]:
@@ -131,14 +131,14 @@ def cases(depth: int, scores: Sequence[str] = SCORES) -> list[dict[str, Any]]:
     return sorted(settings, key=lambda setting: setting.get("score", SCORES[0]) != SCORES[0])
 
 
-def measured(subject: Model, case: dict[str, Any], sets: dict[str, list[list[Any]]]) -> dict[str, Any]:
+def measure_case(subject: Model, case: dict[str, Any], sets: dict[str, list[list[Any]]]) -> dict[str, Any]:
     """Return the answers of a case, and the mean share of patches over the tower's blocks."""
     options = {name: case[name] for name in ("score", "layer") if name in case}
     if case["method"] == "unpatched":
-        return {"tower": 1.0, **{name: answers(subject, asked) for name, asked in sets.items()}}
-    how = {"keep": case["keep"], "guard": "off", "processor": subject.processor}
-    with tokenprune.patched(subject.model, case["method"], **how, **options):
-        right = {name: answers(subject, asked) for name, asked in sets.items()}
+        return {"tower": 1.0, **{name: answers(subject, groups) for name, groups in sets.items()}}
+    patch_options = {"keep": case["keep"], "guard": "off", "processor": subject.processor}
+    with tokenprune.patched(subject.model, case["method"], **patch_options, **options):
+        right = {name: answers(subject, groups) for name, groups in sets.items()}
     depth, first = depth_of(subject), case.get("layer")
     if first is None:
         tower = case["keep"] if case["method"] == "downsample" else 1.0
@@ -157,10 +157,10 @@ def main() -> None:
     torch.set_grad_enabled(False)
     subject, console = load_model(args.model, dtype="bfloat16" if args.model == "demo_smol" else "auto"), Console()
     sets = sets_of(subject, args.images)
-    scores = [score for score in SCORES if score != "detail" or packed(subject)]  # "detail" needs pixels
+    scores = [score for score in SCORES if score != "detail" or is_packed(subject)]  # "detail" needs pixels
     header = {
         "record": "header", **subject.environment(), "images": args.images,
-        "questions": {name: sum(map(len, asked)) for name, asked in sets.items()},
+        "questions": {name: sum(map(len, groups)) for name, groups in sets.items()},
     }  # fmt: skip
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if known and any(known[0][name] != header[name] for name in ("weights", "questions")):
@@ -171,7 +171,7 @@ def main() -> None:
         for case in cases(depth_of(subject), scores):
             if any(row.items() >= case.items() for row in known):
                 continue
-            record = {**case, **measured(subject, case, sets)}
+            record = {**case, **measure_case(subject, case, sets)}
             print(json.dumps(record), file=file, flush=True)
             console.print(case, {name: f"{record[name].count('1') / len(record[name]):.3f}" for name in sets})
 

@@ -91,16 +91,16 @@ def main() -> None:
     add_options(parser, resume=False)
     args = parser.parse_args()
     load, device = Load(args.allow_load), torch.device(default_device())
-    asked = {name: getattr(args, name) for name in ("keep", "frames", "widths", "side", "threshold", "rounds")}
-    about = header(device, code=code_version(), **asked)
+    settings = {name: getattr(args, name) for name in ("keep", "frames", "widths", "side", "threshold", "rounds")}
+    about = header(device, code=code_version(), **settings)
     model = build(args.widths, args.side).to(device)
     pixels = clip(args.frames, args.side).to(device)
     tokens = args.frames * (-(-(args.side // 14) // 2)) ** 2 + 1
     ids = torch.tensor([[1, *[VIDEO] * tokens, *range(8, 24)]], device=device)
     tower = Stopwatch(model.model.vision_tower)
-    taken: dict[str, list[Any]] = {name: [] for name in ("unpatched", *METHODS)}
+    times_by_setting: dict[str, list[Any]] = {name: [] for name in ("unpatched", *METHODS)}
     counts: dict[str, Any] = {}
-    names = list(taken)
+    names = list(times_by_setting)
     for round_ in range(-1, args.rounds):
         first = round_ % len(names)  # alternate, because the first in a round finds another memory state
         for name in [*names[first:], *names[:first]]:
@@ -113,14 +113,17 @@ def main() -> None:
                 if name != "unpatched":
                     counts[name] = tokenprune.stats(model).as_dict()
             if round_ >= 0:
-                taken[name].append((*tower.spent, *total))
+                times_by_setting[name].append((*tower.spent, *total))
     table = Table(title=f"{args.frames} frames, keep {args.keep}, {device}, {torch.get_num_threads()} threads")
     columns = ("tower CPU", "tower", "first token CPU", "first token")
     for title in ("method", "left", *(f"{column}{end}" for column in columns for end in (" ms", " ratio"))):
         table.add_column(title, justify="right")
     records = []
-    for name, times in taken.items():
-        ratios = [[a / b for a, b in zip(*pair, strict=True)] for pair in zip(times, taken["unpatched"], strict=True)]
+    for name, times in times_by_setting.items():
+        ratios = [
+            [a / b for a, b in zip(*pair, strict=True)]
+            for pair in zip(times, times_by_setting["unpatched"], strict=True)
+        ]
         middle = [statistics.median(values) for values in zip(*ratios, strict=True)]
         milliseconds = [1000 * statistics.median(values) for values in zip(*times, strict=True)]
         record: dict[str, Any] = {"method": name}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random checkpoints with real tokenizers and processors, written to a folder, as vLLM wants them."""
+"""Tiny random checkpoints with real tokenizers and processors, written to a folder for vLLM."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SPECIAL = (
     "<fake_token_around_image> <global-img> <end_of_utterance>"
 ).split()
 SPECIAL += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
-SPECIAL += ["\n", "\n\n", "\n\n\n", "\n\n\n\n"]  # Gemma's processor of vLLM looks for them
+SPECIAL += ["\n", "\n\n", "\n\n\n", "\n\n\n\n"]  # vLLM's Gemma processor needs these tokens
 TEXT = dict(
     hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2,
     num_key_value_heads=1, head_dim=32, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -62,27 +62,36 @@ def vision(**extra: Any) -> dict[str, Any]:
 
 
 def tokenizer(more: Sequence[str] = (), **extra: Any) -> PreTrainedTokenizerFast:
-    """Bytes, and a token for each special name. more: special names behind them."""
+    """Build a byte-level tokenizer with one token for each special name; `more` adds special names at the end."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *letters, *more])}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *letters, *more])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
     names = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, **names, extra_special_tokens=extra)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, **names, extra_special_tokens=extra)
     fast.add_special_tokens({"additional_special_tokens": [*SPECIAL[3:-4], *more]}, replace_extra_special_tokens=False)
     return fast
 
 
-IDS = {name: number for number, name in enumerate(SPECIAL)}
+IDS = {name: index for index, name in enumerate(SPECIAL)}
 VOCABULARY = len(SPECIAL) + 256
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model type. image: what stands for one in a prompt. sizes: of images, (height, width). most: images in one, at
-    most. mixes: whether transformers takes images beside a video. before: what its prompt starts with in transformers,
-    and vLLM writes itself. dtype: of vLLM's side."""
+    """Tiny checkpoint of one model type.
+
+    Attributes:
+        image: Text of an image in a prompt.
+        sizes: Sizes of the test images, (height, width).
+        max_images: Largest number of images in a prompt.
+        mixes: Whether transformers accepts images and a video in the same prompt.
+        before: Start of each prompt in transformers, which vLLM adds itself.
+        dtype: Dtype in vLLM.
+        kind: Model type, if it differs from the name.
+        transposed: Pattern of weights that checkpoints on the hub store transposed compared with transformers 5.
+    """
 
     name: str
     config: Callable[[], dict[str, Any]] = field(repr=False)
@@ -92,12 +101,12 @@ class Checkpoint:
     video: str | None = None
     mrope: bool = False
     rename: tuple[tuple[str, str], ...] = ()
-    most: int = 2
+    max_images: int = 2
     dtype: str = "float32"
     mixes: bool = True
     before: str = ""
-    kind: str | None = None  # the model type, where it is not the name
-    transposed: str | None = None  # weights that the hub's checkpoints hold the other way round than transformers 5
+    kind: str | None = None
+    transposed: str | None = None
 
     def write(self, folder: Path) -> Path:
         with torch.random.fork_rng(devices=[]):
@@ -118,21 +127,23 @@ class Checkpoint:
         return folder
 
     def prompt(self, images: int, text: str = "what is it? ", video: bool = False) -> str:
-        shown = ([self.video] if video else []) + [self.image] * images
-        return "look: " + " and ".join(shown) + " " + text
+        placeholders = ([self.video] if video else []) + [self.image] * images
+        return "look: " + " and ".join(placeholders) + " " + text
 
     def clip(self, seed: int = 0) -> Any:
-        """Six frames, as vLLM takes a video."""
+        """Return six frames in vLLM's format of a video."""
         height, width = self.sizes[0]
         frames = np.random.default_rng(seed).integers(0, 256, (6, height, width, 3), dtype=np.uint8)
         if not self.mrope:
             return frames
-        told = dict(fps=2.0, duration=3.0, total_num_frames=6, frames_indices=list(range(6)), video_backend="opencv")
-        return frames, told | {"do_sample_frames": False}
+        metadata = dict(
+            fps=2.0, duration=3.0, total_num_frames=6, frames_indices=list(range(6)), video_backend="opencv"
+        )
+        return frames, metadata | {"do_sample_frames": False}
 
-    def cases(self, *asked: tuple[int, Any]) -> list[tuple]:
-        """Return prompt, images and override of each request. asked: number of images and override."""
-        return [(self.prompt(n, f"case {n}? "), self.images(n, seed=n), override) for n, override in asked]
+    def cases(self, *requests: tuple[int, Any]) -> list[tuple]:
+        """Return prompt, images and override of each request, given its number of images and its override."""
+        return [(self.prompt(n, f"case {n}? "), self.images(n, seed=n), override) for n, override in requests]
 
     def video_case(self, override: Any) -> tuple:
         """Return prompt, image, override and video of a request."""
@@ -148,18 +159,18 @@ def photo(height: int, width: int, seed: int = 0) -> Image.Image:
 
 
 def page(height: int, width: int, seed: int = 0) -> Image.Image:
-    """A white page, a third of it noise."""
+    """Return a white page whose upper third is noise."""
     pixels = np.asarray(photo(height, width, seed)).copy()
     pixels[height // 3 :] = 255
     return Image.fromarray(pixels)
 
 
-SMALL = ("gemma3", "paligemma", "lfm2_vl")  # of which embeddings are scaled, or make the logits as well
+SMALL = ("gemma3", "paligemma", "lfm2_vl")  # they scale embeddings, or compute logits with them
 
 
 @torch.no_grad()
 def wake(model: PreTrainedModel) -> None:
-    """Weights large enough that every input is felt in the logits."""
+    """Set weights large enough for every input to affect the logits."""
     for name, p in model.named_parameters():
         if p.dim() < 2:
             p.add_(torch.randn_like(p), alpha=0.1)
@@ -217,7 +228,7 @@ QWEN_IDS = dict(
 
 
 def qwen(processor: Any, video: Any, patch: int) -> Any:
-    # vLLM normalizes on the device, images and videos alike, so both have to ask for the same.
+    # vLLM normalizes images and videos together on the device, so both need the same mean and deviation.
     common = dict(patch_size=patch, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     image = Qwen2VLImageProcessor(size={"shortest_edge": 4 * patch**2, "longest_edge": 256 * 256}, **common)
     clips = video(size={"shortest_edge": 4 * patch**2, "longest_edge": 32 * 256 * 256}, **common)
@@ -269,7 +280,8 @@ def pixtral(longest: int = 224, merge: int = 2) -> Any:
 
 CLIP = vision(model_type="clip_vision_model", image_size=84, patch_size=14, projection_dim=32)
 SIGLIP = vision(model_type="siglip_vision_model", image_size=56, patch_size=14, vision_use_head=False)
-# What transformers 4 called the weights of a tower, and most checkpoints still do; the others here are as 5 saves them.
+# Weight names of a tower in transformers 4, which most checkpoints use. The other checkpoints here have
+# the names of transformers 5.
 TOWER = ((r"vision_tower\.(?!vision_model)", "vision_tower.vision_model."),)
 QWEN3_TOWER = dict(
     depth=4, num_heads=2, patch_size=16, hidden_size=HIDDEN, intermediate_size=96, out_hidden_size=HIDDEN,
@@ -278,8 +290,8 @@ QWEN3_TOWER = dict(
 QWEN_IMAGE, QWEN_VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 
 CHECKPOINTS: dict[str, Checkpoint] = {
-    one.name: one
-    for one in [
+    checkpoint.name: checkpoint
+    for checkpoint in [
         Checkpoint(
             "llava",
             lambda: dict(text_config=text("llama"), vision_config=CLIP, image_token_index=IDS["<image>"],
@@ -374,10 +386,10 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     ]
 }  # fmt: skip
 
-# For cuts inside the decoder: full attention, enough layers, images of several blocks of the KV cache.
+# For cuts inside the decoder: full attention, enough layers, and images of several KV cache blocks.
 DEEP: dict[str, Checkpoint] = {
-    one.name: one
-    for one in [
+    checkpoint.name: checkpoint
+    for checkpoint in [
         Checkpoint(
             "llava_deep",
             lambda: dict(text_config=text("llama", num_hidden_layers=4), vision_config=CLIP | {"image_size": 140},

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in an environment of its own, which `make test-vllm` sets up. One engine at a time lives in this process.
+"""Fixtures of the vLLM tests, which run in a separate environment (`make test-vllm`), one engine at a time.
 
-With VLLM_USE_V2_MODEL_RUNNER=1 in the environment it runs through Model Runner V2 (`dev/check vllm-v2`); tests that are
-for one of the runners are marked `only_v1(reason)` or `only_v2`.
+VLLM_USE_V2_MODEL_RUNNER=1 selects Model Runner V2 (`dev/check vllm-v2`). Tests for one of the runners are marked
+`only_v1(reason)` or `only_v2`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Before vllm and triton are imported.
+# These must be set before vllm and triton are imported.
 os.environ.update(
     {"TRITON_INTERPRET": "1"} if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else {},
     HF_HUB_OFFLINE="1",
@@ -42,7 +42,7 @@ OPTIONS = dict(
 )  # fmt: skip
 
 
-# What the others add is in what they hand over: `--few-families` leaves that to who changes a family.
+# Families of `--few-families` and the properties they cover. Run all families after a change to a family.
 FEW_FAMILIES = {
     "llava": "one square of patches for each image, positions on one axis",
     "llava_onevision": "tiles of an image, videos",
@@ -52,27 +52,35 @@ FEW_FAMILIES = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    few = f"run each test on {', '.join(FEW_FAMILIES)} alone, and leave thorough ones out"
+    few = f"run each test only on {', '.join(FEW_FAMILIES)}, and skip tests marked thorough"
     parser.addoption("--few-families", action="store_true", help=few)
 
 
 def family_of(item: pytest.Item) -> str | None:
-    given = getattr(item, "callspec", None)
-    values = [] if given is None else [getattr(value, "name", value) for value in given.params.values()]
+    callspec = getattr(item, "callspec", None)
+    values = [] if callspec is None else [getattr(value, "name", value) for value in callspec.params.values()]
     return next((value for value in values if isinstance(value, str) and value in ALL), None)
 
 
 def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Remove from `items` the variants of each test on other families than `FEW_FAMILIES`, the first if it runs on none
-    of these; return them."""
-    on: dict[str, list[str]] = defaultdict(list)
+    """Remove the variants of each test outside `FEW_FAMILIES`, and return them.
+
+    A test on other families keeps its first family.
+    """
+    families_by_test: dict[str, list[str]] = defaultdict(list)
     for item in items:
         if (family := family_of(item)) is not None:
-            on[item.nodeid.partition("[")[0]].append(family)
-    stay = {test: FEW_FAMILIES.keys() & set(families) or {families[0]} for test, families in on.items()}
-    gone = [item for item in items if (family := family_of(item)) and family not in stay[item.nodeid.partition("[")[0]]]
-    items[:] = [item for item in items if item not in gone]
-    return gone
+            families_by_test[item.nodeid.partition("[")[0]].append(family)
+    kept_families = {
+        test: FEW_FAMILIES.keys() & set(families) or {families[0]} for test, families in families_by_test.items()
+    }
+    removed = [
+        item
+        for item in items
+        if (family := family_of(item)) and family not in kept_families[item.nodeid.partition("[")[0]]
+    ]
+    items[:] = [item for item in items if item not in removed]
+    return removed
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -87,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The checkpoint of a model type, written on first use."""
+    """Return a function that writes a model type's checkpoint on first use and returns its folder."""
     written: dict[str, Path] = {}
 
     def get(name: str) -> Path:
@@ -100,27 +108,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def reference(folder: Callable[[str], Path]) -> Callable[[str], Reference]:
-    made: dict[str, Reference] = {}
+    references: dict[str, Reference] = {}
 
     def get(name: str) -> Reference:
-        if name not in made:
-            made[name] = Reference(ALL[name], folder(name))
-        return made[name]
+        if name not in references:
+            references[name] = Reference(ALL[name], folder(name))
+        return references[name]
 
     return get
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Within, nobody collects garbage by name: vLLM does as an engine starts and stops, eight times, each of which goes
-    through all objects of this process and takes a tenth of the whole. `Engine.close` does it once for all."""
+def without_collection() -> Iterator[None]:
+    """Disable explicit garbage collection.
+
+    vLLM collects eight times per engine, each time over all objects of this process, which takes a tenth of the run.
+    `Engine.close` collects once.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda generation=2: 0)
         yield
 
 
 class Engine:
-    """vLLM with one checkpoint, in this process. setting: the server's."""
+    """vLLM with one checkpoint in this process. `setting` is the server's tokenprune setting."""
 
     def __init__(self, name: str, folder: Path, setting: dict[str, Any] | None = None, **options: Any) -> None:
         from vllm import LLM
@@ -131,7 +142,7 @@ class Engine:
         kwargs = options.pop("mm_processor_kwargs", {}) | ({} if setting is None else {"tokenprune": setting})
         limits = {"image": 3} | ({"video": 1} if self.checkpoint.video else {})
         options = OPTIONS | {"limit_mm_per_prompt": limits} | options
-        with uncollected():
+        with without_collection():
             self.llm = LLM(str(folder), mm_processor_kwargs=kwargs or None, **options)
 
     def request(
@@ -152,12 +163,12 @@ class Engine:
         return self.llm.generate(requests, params, use_tqdm=False)
 
     def resolve(self, override: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the setting of a request, as `Reference.greedy` takes it. None: no tokens are removed."""
-        asked = dict(override or {})
-        profile = self.setting.get("profiles", {}).get(asked.pop("profile", None), {})
+        """Return the effective setting of a request for `Reference.greedy`, or None if no tokens are dropped."""
+        requested = dict(override or {})
+        profile = self.setting.get("profiles", {}).get(requested.pop("profile", None), {})
         setting: dict[str, Any] = {}
-        for layer in (self.setting, profile, asked):
-            if setting and "method" in layer:  # options belong to a method, and the share to all
+        for layer in (self.setting, profile, requested):
+            if setting and "method" in layer:  # options belong to a method, keep to all methods
                 setting = {"keep": setting["keep"]}
             setting |= {key: value for key, value in layer.items() if key not in ("profiles", "positions")}
         return None if setting.get("off") else setting
@@ -165,22 +176,23 @@ class Engine:
     def compare(
         self, reference: Any, output: Any, prompt: str, images: list[Any], override: Any = None, videos: Any = ()
     ) -> None:
-        """Check that an answer is that of the patched transformers model."""
-        theirs, steps = reference(self.checkpoint.name), len(output.outputs[0].token_ids)
+        """Check that an answer equals the answer of the patched transformers model."""
+        reference_model, steps = reference(self.checkpoint.name), len(output.outputs[0].token_ids)
         setting, prompt = self.resolve(override), self.checkpoint.before + prompt
         try:
-            same(output, *theirs.greedy(prompt, images, steps, setting, videos, self.original))
+            check_same(output, *reference_model.greedy(prompt, images, steps, setting, videos, self.original))
         except AssertionError as error:
             raise AssertionError(f"{setting}: {error}") from error
 
-    def check(self, reference: Any, asked: Sequence[tuple], steps: int = 6) -> list[Any]:
-        """Answer requests in one batch and compare the answers. Return vLLM's outputs.
+    def check(self, reference: Any, cases: Sequence[tuple], steps: int = 6) -> list[Any]:
+        """Answer requests in one batch, compare the answers, and return vLLM's outputs.
 
-        asked: arguments of `request` for each.
+        Args:
+            cases: Arguments of `request` for each request.
         """
-        outputs = self.generate([self.request(*one) for one in asked], steps)
-        for one, output in zip(asked, outputs, strict=True):
-            self.compare(reference, output, *one)
+        outputs = self.generate([self.request(*case) for case in cases], steps)
+        for case, output in zip(cases, outputs, strict=True):
+            self.compare(reference, output, *case)
         return outputs
 
     @property
@@ -188,7 +200,7 @@ class Engine:
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
 
     def forget(self) -> None:
-        """Empty the prefix cache, the encoder's cache and that of the processor."""
+        """Empty the prefix cache, the encoder cache and the processor cache."""
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
@@ -196,11 +208,11 @@ class Engine:
     def close(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        with uncollected():
+        with without_collection():
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm
         gc.collect()
-        with uncollected():
+        with without_collection():
             cleanup_dist_env_and_memory()
 
 
@@ -209,8 +221,7 @@ _running: list[Engine] = []
 
 @pytest.fixture(scope="session")
 def start(folder: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
-    """start(name, setting, checkpoint, **options): an engine; the one before is closed. checkpoint: another folder than
-    that of the model type."""
+    """Return a function that starts an engine and closes the previous one; `checkpoint` is another folder."""
 
     def get(name: str, setting: dict[str, Any] | None = None, checkpoint: Path | None = None, **options: Any) -> Engine:
         stop()
@@ -226,29 +237,31 @@ def stop() -> None:
         _running.pop().close()
 
 
-def same(output: Any, tokens: list[int], logprobs: torch.Tensor, tolerance: float = 1e-4) -> float:
-    """Check tokens and the log-probabilities of the five likeliest against a reference; returns the largest gap."""
+def check_same(output: Any, tokens: list[int], logprobs: torch.Tensor, tolerance: float = 1e-4) -> float:
+    """Compare tokens and the log-probabilities of the five likeliest with a reference; return the largest gap."""
     answer = output.outputs[0]
     assert list(answer.token_ids) == tokens
     gap = 0.0
     for step, likely in enumerate(answer.logprobs):
-        for token, found in likely.items():
-            gap = max(gap, abs(found.logprob - float(logprobs[step, token])))
+        for token, actual in likely.items():
+            gap = max(gap, abs(actual.logprob - float(logprobs[step, token])))
     assert gap < tolerance, gap
     return gap
 
 
 def check_recomputed(engine: Engine, reference: Any, preempted: list[str], override: dict[str, Any]) -> None:
-    """Check long answers of requests that were preempted. A recomputed prompt contains a part of its answer."""
+    """Check long answers of preempted requests, whose recomputed prompts contain a part of the answer."""
     engine.forget()
     checkpoint = engine.checkpoint
-    asked = [(checkpoint.prompt(2, f"case {n}? "), checkpoint.images(2, seed=n), override) for n in range(4)]
-    outputs = engine.generate([engine.request(*one) for one in asked], 55)
-    again = {name.partition("-")[0] for name in preempted}  # the engine's names continue after a hyphen
-    compared = [(output, *one) for one, output in zip(asked, outputs, strict=True) if output.request_id in again]
+    cases = [(checkpoint.prompt(2, f"case {n}? "), checkpoint.images(2, seed=n), override) for n in range(4)]
+    outputs = engine.generate([engine.request(*case) for case in cases], 55)
+    request_ids = {name.partition("-")[0] for name in preempted}  # the engine appends a suffix after a hyphen
+    compared = [
+        (output, *case) for case, output in zip(cases, outputs, strict=True) if output.request_id in request_ids
+    ]
     assert compared
-    for one in compared:
-        engine.compare(reference, *one)
+    for case in compared:
+        engine.compare(reference, *case)
 
 
 @contextmanager
@@ -256,8 +269,10 @@ def mlp_inputs(*blocks: Any) -> Iterator[list[list[torch.Size]]]:
     """Record the shapes of the inputs of each block's MLP."""
     shapes: list[list[torch.Size]] = [[] for _ in blocks]
     handles = [
-        block.mlp.register_forward_hook(lambda module, args, out, own=own: own.append(args[0].shape))
-        for block, own in zip(blocks, shapes, strict=True)
+        block.mlp.register_forward_hook(
+            lambda module, args, out, block_shapes=block_shapes: block_shapes.append(args[0].shape)
+        )
+        for block, block_shapes in zip(blocks, shapes, strict=True)
     ]
     yield shapes
     for handle in handles:
@@ -270,7 +285,7 @@ def checkpoint(engine: Engine) -> Any:
 
 
 def count_items(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which each call of the encoder adds its number of items."""
+    """Return a list that records the number of items in each call of the encoder."""
     calls: list[int] = []
     embed = type(model).embed_multimodal
 
@@ -285,7 +300,7 @@ def count_items(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Requests that were thrown out of the KV cache to be read again, from here on."""
+    """Record the ids of requests that are preempted, and so recomputed, during the test."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     names: list[str] = []
@@ -300,7 +315,7 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def encoded(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Items in each call of the encoder, from here on; all caches are empty at the start."""
+def encoder_calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Empty all caches, and record the number of items in each call of the encoder."""
     engine.forget()
     return count_items(engine.model, monkeypatch)

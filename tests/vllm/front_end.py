@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's front end without the server: the processor of a checkpoint, and what it counts."""
+"""Front end of a server without the server: the processor of a checkpoint, and its counters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOTAL = "tokenprune:visual_tokens_total"
 
 
 def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = None, **options: Any) -> Any:
-    """vLLM's configuration of a model, made as a server that starts makes it. extra: more arguments of processors."""
+    """Return vLLM's model config as a starting server creates it; `extra` adds arguments of processors."""
     from vllm.engine.arg_utils import EngineArgs
 
     kwargs = (extra or {}) | ({} if setting is None else {"tokenprune": setting}) or None
@@ -33,45 +33,46 @@ def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = Non
 def processor(folder: Any, setting: Any, **options: Any) -> Any:
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    model_config = config(folder, setting, **options)  # which loads plugins: before the registry is asked
+    model_config = config(folder, setting, **options)  # loads plugins, so it must precede the registry
     return MULTIMODAL_REGISTRY.create_processor(model_config)
 
 
-def engine_parts(made: Any, **parts: Any) -> SimpleNamespace:
-    """Return the parts of an engine that the front end uses. made: its processor."""
-    vllm_config = SimpleNamespace(model_config=made.info.ctx.model_config, use_v2_model_runner=False)
+def engine_parts(mm_processor: Any, **parts: Any) -> SimpleNamespace:
+    """Return the parts of an engine that the front end uses, given its processor."""
+    vllm_config = SimpleNamespace(model_config=mm_processor.info.ctx.model_config, use_v2_model_runner=False)
     parts = {"collective_rpc": AsyncMock()} | parts
-    return SimpleNamespace(vllm_config=vllm_config, renderer=SimpleNamespace(get_mm_processor=lambda: made), **parts)
+    return SimpleNamespace(
+        vllm_config=vllm_config, renderer=SimpleNamespace(get_mm_processor=lambda: mm_processor), **parts
+    )
 
 
 def photos(checkpoint: Checkpoint) -> list[Image.Image]:
-    """Smooth, and noisy: dynres tells them apart; and lines, which it takes for text."""
+    """Return a smooth image, a noisy image, and lines, which dynres classifies as text."""
     (height, width), *_ = checkpoint.sizes
     slope = np.linspace(60, 200, height * width).reshape(height, width)
     noise = np.random.default_rng(3).integers(0, 256, (width, height))
     lines = (np.random.default_rng(0).random((height, height)) < 0.3) * 255
-    return [Image.fromarray(one.astype(np.uint8)).convert("RGB") for one in (slope, noise, lines)]
+    return [Image.fromarray(pixels.astype(np.uint8)).convert("RGB") for pixels in (slope, noise, lines)]
 
 
 def samples(name: str, model: str, registry: CollectorRegistry = REGISTRY) -> dict[tuple[str, ...], float]:
-    """Return the values of a counter of one model, by its other labels in the order of their
-    names."""
-    found = [sample for metric in registry.collect() for sample in metric.samples if sample.name == name]
+    """Return the values of a counter for one model, by its other labels in alphabetical order."""
+    matching = [sample for metric in registry.collect() for sample in metric.samples if sample.name == name]
     return {
-        tuple(value for key, value in sorted(one.labels.items()) if key != "model_name"): one.value
-        for one in found
-        if one.labels["model_name"] == model
+        tuple(value for key, value in sorted(sample.labels.items()) if key != "model_name"): sample.value
+        for sample in matching
+        if sample.labels["model_name"] == model
     }
 
 
 def sum_stages(name: str, model: str) -> dict[str, float]:
-    """Return the sums of a counter of tokens by its stage."""
+    """Return the sum of a token counter for each stage."""
     values = samples(name, model)
     return {stage: sum(value for labels, value in values.items() if stage in labels) for stage in ("in", "out")}
 
 
 class FrontEnd:
-    """A processor with its cache. model: the name under which it counts."""
+    """Processor with its cache; `model` is its model name in the metrics."""
 
     def __init__(self, folder: Callable[[str], Path], name: str, setting: Any, model: Any = None, **options: Any):
         from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
@@ -81,31 +82,32 @@ class FrontEnd:
         self.model_config = self.processor.info.ctx.model_config
         self.cache = MultiModalProcessorOnlyCache(self.model_config)
 
-    def choose(self, asked: Any, lot: float = 0.0, by: str = "default") -> Choice:
-        """Resolve what a request asked for, as an endpoint does. lot: where a rollout puts it."""
+    def choose(self, override: Any, lot: float = 0.0, by: str = "default") -> Choice:
+        """Resolve a request's setting as an endpoint does; `lot` is its draw in a rollout."""
         offer = get_server_config(self.model_config)
-        return Choice(asked, offer, offer.setting(asked), RequestRecord(by), lot)
+        return Choice(override, offer, offer.setting(override), RequestRecord(by), lot)
 
-    def process(self, images: Any, asked: Any = None, prompt: str | None = None, **more: Any) -> Any:
-        """Return what vLLM makes of a request with `images`, or so many of `photos`.
+    def process(self, images: Any, override: Any = None, prompt: str | None = None, **more: Any) -> Any:
+        """Return vLLM's processed request with `images`, or with this number of `photos`.
 
-        more: `videos`, `lot`, `cached=False` for no cache, and arguments of the Hugging Face processor.
+        Args:
+            more: `videos`, `lot`, `cached=False` to skip the cache, and arguments of the Hugging Face processor.
         """
         cache = self.cache if more.pop("cached", True) else None
         videos, lot = more.pop("videos", None), more.pop("lot", None)
         if isinstance(images, int):
             images = photos(self.checkpoint)[:images]
         if lot is not None:
-            asked = self.choose(asked or {}, lot)
+            override = self.choose(override or {}, lot)
         items = self.processor.info.parse_mm_data({"image": images} | ({"video": videos} if videos else {}))
         prompt = self.checkpoint.prompt(len(images)) if prompt is None else prompt
-        kwargs = more if asked is None else more | {"tokenprune": asked}
+        kwargs = more if override is None else more | {"tokenprune": override}
         return self.processor(prompt, items, hf_processor_mm_kwargs=kwargs, cache=cache)
 
-    def ask(self, *given: Any, **more: Any) -> list[int]:
-        """Return the prompt that the engine would see."""
-        return self.process(*given, **more)["prompt_token_ids"]
+    def ask(self, *args: Any, **more: Any) -> list[int]:
+        """Return the token ids of the prompt that the engine receives."""
+        return self.process(*args, **more)["prompt_token_ids"]
 
-    def count(self, *given: Any, **more: Any) -> int:
-        """Return the number of placeholders of images in it."""
-        return self.ask(*given, **more).count(self.processor.info.get_hf_config().image_token_id)
+    def count(self, *args: Any, **more: Any) -> int:
+        """Return the number of image placeholders in the prompt."""
+        return self.ask(*args, **more).count(self.processor.info.get_hf_config().image_token_id)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""InternVL as its authors write it (`internvl_chat`): the tiny checkpoint of Hugging Face's format under their names,
-and that one, with what vLLM's processor makes of a prompt, as the reference."""
+"""InternVL in its authors' format (`internvl_chat`): the tiny checkpoint with renamed weights, and its reference."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from checkpoints import CHECKPOINTS, text, tokenizer, vision
 from paper_checkpoints import INTERNVL_CODE
 from reference import Reference
 
-# Names of transformers -> theirs.
+# Weight names in transformers -> names in internvl_chat.
 _NAMES = (
     (r"^(model\.)?vision_tower\.embeddings\.cls_token", "vision_model.embeddings.class_embedding"),
     (r"^(model\.)?vision_tower\.embeddings\.position_embeddings", "vision_model.embeddings.position_embedding"),
@@ -36,7 +35,7 @@ _NAMES = (
 
 
 def write(plain: Path, folder: Path, **more: Any) -> Path:
-    """Write the checkpoint in `plain`, of Hugging Face's format, to `folder`. more: entries of the config."""
+    """Convert the Hugging Face checkpoint in `plain`, and write it to `folder`; `more` adds entries of the config."""
     stored: dict[str, Tensor] = {}
     for name, value in load_file(plain / "model.safetensors").items():
         for pattern, new in _NAMES:
@@ -63,16 +62,15 @@ def write(plain: Path, folder: Path, **more: Any) -> Path:
 
 
 class ChatReference(Reference):
-    """The checkpoint of Hugging Face's format, of pixels and a prompt as vLLM's processor makes them. processor: that
-    one, without a setting in force."""
+    """Reference with the Hugging Face checkpoint, and with inputs from vLLM's processor without pruning."""
 
     def __init__(self, plain: Path, processor: Any) -> None:
         super().__init__(CHECKPOINTS["internvl"], plain)
-        self.made = processor
+        self.mm_processor = processor
 
     def inputs(self, prompt: str, images: list[Any], videos: Any = ()) -> dict[str, Any]:
-        data = self.made.info.parse_mm_data({"image": images})
-        out = self.made(prompt, data, hf_processor_mm_kwargs={"tokenprune": {"off": True}})
+        data = self.mm_processor.info.parse_mm_data({"image": images})
+        out = self.mm_processor(prompt, data, hf_processor_mm_kwargs={"tokenprune": {"off": True}})
         ids = torch.tensor([out["prompt_token_ids"]])
         pixels = torch.cat([item["pixel_values_flat"].data for item in out["mm_kwargs"]["image"]])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}

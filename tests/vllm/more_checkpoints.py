@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny checkpoints of families of which one test in one engine is run (test_more_families.py)."""
+"""Tiny checkpoints of the families that test_more_families.py tests in one engine each."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from checkpoints import (
     vision,
 )
 
-# Behind the vocabulary of the others, whose weights stay what they were.
+# Tokens after the vocabulary of the other checkpoints, whose weights must not change.
 OWN = (
     "<|begin_of_image|> <|end_of_image|> <|image|> <|begin_of_video|> <|end_of_video|> <|video|> <|image_start|> "
     "<|image_end|> <|img_thumbnail|>"
 ).split()
 OWN += [f"<|img_row_{row}_col_{column}|>" for row in range(1, 4) for column in range(1, 4)]
-OWN_IDS = {name: VOCABULARY + number for number, name in enumerate(OWN)}
+OWN_IDS = {name: VOCABULARY + index for index, name in enumerate(OWN)}
 WIDER = VOCABULARY + len(OWN)
 
 MOE = dict(moe_intermediate_size=96, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
@@ -128,7 +128,7 @@ def qwen35_moe_config() -> dict[str, Any]:
 
 def glm4v_moe_config() -> dict[str, Any]:
     more = dict(model_type="glm4v_moe_text", n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1)
-    return glm4v_config(**MOE, **more, use_qk_norm=False)  # vLLM reads the last of a config
+    return glm4v_config(**MOE, **more, use_qk_norm=False)  # vLLM reads use_qk_norm from the config
 
 
 def qwen3() -> Any:
@@ -139,12 +139,12 @@ QWEN3_SIZES = ((160, 224), (224, 160), (192, 192))
 GLM_IMAGE, GLM_VIDEO = "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_video|><|video|><|end_of_video|>"
 
 MORE: dict[str, Checkpoint] = {
-    one.name: one
-    for one in [
+    checkpoint.name: checkpoint
+    for checkpoint in [
         Checkpoint("qwen3_vl_moe", qwen3_moe_config, qwen3, QWEN_IMAGE, video=QWEN_VIDEO, mrope=True,
                    sizes=QWEN3_SIZES, transposed=r"experts\.(gate_up|down)_proj"),
         Checkpoint("qwen3_5", qwen35_config, qwen3, QWEN_IMAGE, video=QWEN_VIDEO, mrope=True, sizes=QWEN3_SIZES,
-                   dtype="bfloat16"),  # what linear attention takes on a CPU
+                   dtype="bfloat16"),  # the dtype of linear attention on a CPU
         Checkpoint("glm4v", glm4v_config, glm4v, GLM_IMAGE, video=GLM_VIDEO, mrope=True, mixes=False,
                    sizes=((140, 196), (196, 140), (168, 168))),
         Checkpoint("qwen3_5_moe", qwen35_moe_config, qwen3, QWEN_IMAGE, video=QWEN_VIDEO, mrope=True,
@@ -157,14 +157,14 @@ MORE: dict[str, Checkpoint] = {
                          vision_config=vision(model_type="idefics3_vision", image_size=980, patch_size=70),
                          projector_patch_to_query_dict={49: 16, 196: 16}, image_token_index=IDS["<image>"],
                          tie_word_embeddings=False),
-            aria, "<image>", sizes=((84, 84), (70, 70)),  # squares: vLLM's tower looks at the padding of others
+            aria, "<image>", sizes=((84, 84), (70, 70)),  # square, because vLLM's tower attends to padding
         ),
         Checkpoint(
             "llava_next_video",
             lambda: dict(text_config=text("llama"), image_token_index=IDS["<image>"],
                          vision_config=CLIP | {"image_size": 56, "patch_size": 7},  # see its pooler
                          video_token_index=IDS["<video>"], image_grid_pinpoints=[[56, 56]], tie_word_embeddings=False),
-            next_video, "", video="<video>", sizes=((56, 56),), most=0,
+            next_video, "", video="<video>", sizes=((56, 56),), max_images=0,
         ),
         Checkpoint(
             "paligemma",
@@ -172,7 +172,7 @@ MORE: dict[str, Checkpoint] = {
                          vision_config=SIGLIP | {"projection_dim": HIDDEN},
                          projection_dim=HIDDEN, image_token_index=IDS["<image>"],
                          tie_word_embeddings=True),
-            paligemma, "", most=1, before="<image>",
+            paligemma, "", max_images=1, before="<image>",
         ),
     ]
 }  # fmt: skip

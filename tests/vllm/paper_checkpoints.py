@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families without weights: a config, a tokenizer and a processor, which is all that the front end needs."""
+"""Families without weights: a config, a tokenizer and a processor, which are sufficient for the front end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformers.models.siglip.image_processing_siglip import SiglipImageProces
 from checkpoints import HIDDEN, IDS, QWEN_IMAGE, VOCABULARY, text, tokenizer, vision
 from more_checkpoints import GLM_IMAGE, MOE, WIDER, glm4v, glm4v_config, qwen3, qwen35_config, wider
 
-# A stand-in for the code that comes with InternVL's checkpoints.
+# Stand-in for the code in InternVL's checkpoints.
 INTERNVL_CODE = """
 from transformers import PretrainedConfig, Qwen2Config
 
@@ -47,8 +47,14 @@ class InternVLChatConfig(PretrainedConfig):
 
 @dataclass(frozen=True)
 class Paper:
-    """name: the architecture. image: what stands for one in a prompt. sizes: of images, (height, width). remote: the
-    code of its config, where it comes with the checkpoint; its processor is then vLLM's own."""
+    """Checkpoint without weights.
+
+    Attributes:
+        name: Architecture.
+        image: Text of an image in a prompt.
+        sizes: Sizes of the test images, (height, width).
+        remote: Code of the config, if the checkpoint contains it. vLLM then uses its own processor.
+    """
 
     name: str
     kind: str
@@ -115,13 +121,14 @@ LLAMA4 = "<|image|> <|patch|> <|tile_x_separator|> <|tile_y_separator|> <|image_
 GEMMA = "<|image|> <|video|> <|audio|> <|boa|> <|eoa|>".split()
 
 
-def own(names: list[str], name: str) -> int:
+def get_token_id(names: list[str], name: str) -> int:
     return VOCABULARY + names.index(name)
 
 
 GEMMA_IDS = dict(
-    boi_token_id=IDS["<start_of_image>"], eoi_token_id=IDS["<end_of_image>"], image_token_id=own(GEMMA, "<|image|>"),
-    audio_token_id=own(GEMMA, "<|audio|>"), boa_token_id=own(GEMMA, "<|boa|>"), eoa_token_id=own(GEMMA, "<|eoa|>"),
+    boi_token_id=IDS["<start_of_image>"], eoi_token_id=IDS["<end_of_image>"],
+    image_token_id=get_token_id(GEMMA, "<|image|>"), audio_token_id=get_token_id(GEMMA, "<|audio|>"),
+    boa_token_id=get_token_id(GEMMA, "<|boa|>"), eoa_token_id=get_token_id(GEMMA, "<|eoa|>"),
 )  # fmt: skip
 GEMMA_TEXT = dict(sliding_window=512, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
 
@@ -132,7 +139,7 @@ PAPERS: list[Paper] = [
     Paper("Glm4vMoeForConditionalGeneration", "glm4v_moe",
           lambda: with_experts(glm4v_config(), "glm4v_moe_text", n_routed_experts=4), glm4v, GLM_IMAGE),
     Paper("Lfm2VlForConditionalGeneration", "lfm2_vl",
-          # What vLLM reads of its text, and transformers leaves out of a config that it writes, stands here.
+          # transformers omits conv_dim and block_dim when it writes a config, but vLLM reads them.
           lambda: dict(text_config=text("lfm2", layer_types=["conv", "full_attention", "conv"], conv_dim=HIDDEN,
                                         block_dim=HIDDEN) | {"vocab_size": WIDER},
                        vision_config=vision(model_type="siglip2_vision_model", patch_size=14, num_patches=64),
@@ -143,8 +150,9 @@ PAPERS: list[Paper] = [
                        vision_config=dict(hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=2,
                                           num_attention_heads=2, image_size=56, patch_size=14,
                                           pixel_shuffle_ratio=0.5),
-                       image_token_index=own(LLAMA4, "<|patch|>"), boi_token_index=own(LLAMA4, "<|image_start|>"),
-                       eoi_token_index=own(LLAMA4, "<|image_end|>")),
+                       image_token_index=get_token_id(LLAMA4, "<|patch|>"),
+                       boi_token_index=get_token_id(LLAMA4, "<|image_start|>"),
+                       eoi_token_index=get_token_id(LLAMA4, "<|image_end|>")),
           llama4, "<|image|>", ((112, 112), (56, 56))),
     Paper("Gemma3nForConditionalGeneration", "gemma3n",
           lambda: dict(text_config=text("gemma3n_text", **GEMMA_TEXT) | {"vocab_size": VOCABULARY + len(GEMMA)},

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM has to say: the patched Hugging Face model, greedy, without a cache.
+"""Expected answers: the patched Hugging Face model, greedy, without a cache.
 
-Models with M-RoPE keep the positions of the full prompt on both sides. Where positions have one axis, vLLM counts the
-tokens that are there, unless the server's setting says `"positions": "original"`; so the decoder of the reference gets
-consecutive positions.
+Models with M-RoPE keep the positions of the unpruned prompt on both sides. With one axis of positions, vLLM numbers the
+kept tokens consecutively, unless the server's setting has `"positions": "original"`. The reference does the same.
 """
 
 from __future__ import annotations
@@ -31,38 +30,40 @@ class Reference:
         self.checkpoint = checkpoint
         config = AutoConfig.from_pretrained(folder)
         if checkpoint.name == "paligemma":
-            config.text_config.use_bidirectional_attention = False  # on CPU vLLM looks at what is before alone
+            config.text_config.use_bidirectional_attention = False  # attention is causal in vLLM on a CPU
         self.model = AutoModelForImageTextToText.from_pretrained(folder, config=config).float().eval()
         self.processor = AutoProcessor.from_pretrained(folder)
 
     def inputs(self, prompt: str, images: list[Any], videos: Sequence[Any] = ()) -> dict[str, Any]:
-        many = self.checkpoint.name in ("smolvlm", "idefics3", "gemma3")
+        nested = self.checkpoint.name in ("smolvlm", "idefics3", "gemma3")
         kwargs: dict[str, Any] = {}
         if images:
-            kwargs["images"] = [images] if many else images
+            kwargs["images"] = [images] if nested else images
         if videos:
             frames = [video[0] if isinstance(video, tuple) else video for video in videos]
-            kwargs["videos"] = [torch.from_numpy(one).permute(0, 3, 1, 2) for one in frames]
+            kwargs["videos"] = [torch.from_numpy(clip).permute(0, 3, 1, 2) for clip in frames]
             kwargs["do_sample_frames"] = False
             if isinstance(videos[0], tuple):
                 kwargs["video_metadata"] = [_without_wish(metadata) for _, metadata in videos]
-        made = dict(self.processor(text=[prompt], return_tensors="pt", **kwargs))
+        inputs = dict(self.processor(text=[prompt], return_tensors="pt", **kwargs))
         if self.checkpoint.name == "gemma3":
-            # On CPU vLLM lets tokens of an image see only what is before them, whether or not it is pruned.
-            made["token_type_ids"] = torch.zeros_like(made["token_type_ids"])
+            # In vLLM on a CPU, attention within an image is causal, pruned or not.
+            inputs["token_type_ids"] = torch.zeros_like(inputs["token_type_ids"])
         if self.checkpoint.name == "paligemma":
-            made.pop("token_type_ids")  # they would have the prefix look both ways
-            made.pop("labels", None)
-        return made
+            inputs.pop("token_type_ids")  # they would make attention in the prefix bidirectional
+            inputs.pop("labels", None)
+        return inputs
 
     def patched(self, setting: dict[str, Any] | None) -> AbstractContextManager:
-        """The model under a setting as a server takes it; None if it is as it was."""
+        """Patch the model with a server's setting, or leave it unpatched for None."""
         if setting is None or setting.get("off"):
             return nullcontext()
         rest = {key: value for key, value in setting.items() if key not in ("method", "keep", "per")}
         entries = setting["method"] if isinstance(setting["method"], list) else [{"method": setting["method"]} | rest]
-        named = [one if isinstance(one, dict) else {"method": one} for one in entries]
-        methods = [tokenprune.method(one["method"], **{k: v for k, v in one.items() if k != "method"}) for one in named]
+        named = [entry if isinstance(entry, dict) else {"method": entry} for entry in entries]
+        methods = [
+            tokenprune.method(entry["method"], **{k: v for k, v in entry.items() if k != "method"}) for entry in named
+        ]
         keep = setting["keep"]
         if isinstance(keep, dict):
             keep = tokenprune.Budget.from_json(keep)
@@ -74,18 +75,21 @@ class Reference:
     def prompt_ids(
         self, prompt: str, images: list[Any], setting: dict[str, Any] | None = None, videos: Sequence[Any] = ()
     ) -> list[int]:
-        """The prompt as the processor writes it, patched if the setting says so."""
+        """Return the token ids of the prompt, patched if a setting is given."""
         with self.patched(setting):
             return self.inputs(prompt, images, videos)["input_ids"][0].tolist()
 
     @torch.no_grad()
     def greedy(
         self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None, videos: Sequence[Any] = (),
-        original: bool = False, choose: Choice = lambda logprobs, written: int(logprobs.argmax()),
+        original: bool = False, choose: Choice = lambda logprobs, generated: int(logprobs.argmax()),
     ) -> tuple[list[int], Tensor]:  # fmt: skip
-        """Tokens written, and the log-probabilities `[steps, V]` that they were chosen by. original: whether positions
-        of one axis are those of the full prompt, too. choose: the next token, by its log-probabilities and the tokens
-        written so far."""
+        """Return the generated tokens and their log-probabilities, shape (steps, vocabulary).
+
+        Args:
+            original: Whether to keep the positions of the unpruned prompt on one axis, too.
+            choose: Picks the next token, given its log-probabilities and the tokens generated so far.
+        """
         tokens, logprobs = [], []
         with ExitStack() as stack:
             stack.enter_context(self.patched(setting))
@@ -103,18 +107,19 @@ class Reference:
     def generate(
         self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None
     ) -> tuple[list[int], Tensor]:
-        """The same by `generate`, with a cache: what is removed inside the model is chosen once, when the prompt is
-        read, and all tokens keep their positions."""
+        """Do the same with `generate` and a cache. The decoder drops tokens only at prefill, and tokens keep their
+        positions.
+        """
         inputs = self.inputs(prompt, images)
         self.model.generation_config.eos_token_id = None
         with ExitStack() as stack:
             if setting is not None:
                 stack.enter_context(tokenprune.patched(self.model, **setting))
-            made = self.model.generate(
+            output = self.model.generate(
                 **inputs, max_new_tokens=steps, do_sample=False, output_logits=True, return_dict_in_generate=True
             )
-        tokens = made.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        return tokens, torch.stack(made.logits).float().log_softmax(-1)[:, 0]
+        tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        return tokens, torch.stack(output.logits).float().log_softmax(-1)[:, 0]
 
     def _count_from_zero(self) -> Any:
         from tokenprune.integrations.hf.families import get_adapter

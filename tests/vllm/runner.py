@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's model runners the tests run through: V1, or V2 with VLLM_USE_V2_MODEL_RUNNER=1 in the environment."""
+"""Select vLLM's model runner for the tests: V1, or V2 with VLLM_USE_V2_MODEL_RUNNER=1 in the environment."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-if V2:  # Here, and by the environment in all processes that are started from here.
+if V2:  # Applies to this process and, through the environment, to all processes started from it.
     _folder = str(Path(__file__).parent / "v2")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_folder, os.environ.get("PYTHONPATH")]))
     sys.path.insert(0, _folder)
     import sitecustomize  # noqa: F401
 
-# For tests of what is refused on V2, see test_v2.py.
-IN_LLM = pytest.mark.only_v1("tokens leave inside the language model there alone")
+# test_v2.py tests the settings that V2 refuses.
+IN_LLM = pytest.mark.only_v1("only V1 drops tokens inside the language model")
 
 
 def skips(items: Iterable[pytest.Item]) -> Iterator[tuple[pytest.Item, pytest.MarkDecorator]]:
-    """What to skip, and why: tests that are for the other runner."""
+    """Yield each test for the other runner, with a mark that skips it."""
     for item in items:
         needs_v1 = item.get_closest_marker("only_v1")
         if V2 and needs_v1 is not None:

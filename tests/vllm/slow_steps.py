@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams that hold a load on a server for as long as a test takes, while it goes on answering.
+"""Streams that load a server throughout a test, while it answers other requests.
 
-A tiny model makes tokens so fast that vLLM's processes leave one another no time: a request with an image waited for
-180 s beside one stream, without the plugin too. So each step of the engine waits a little.
+With a tiny model, vLLM's processes starve each other: a request with an image waited 180 s beside one stream, even
+without the plugin. So each step of the engine sleeps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 STEP = 0.02  # seconds
-LONG = 30_000  # tokens of a stream, which is dropped before it ends: ten minutes at least
+LONG = 30_000  # tokens of a stream: at least ten minutes, and tests close it earlier
 ARGUMENTS = [
     "--logits-processors", "slow_steps:SlowSteps", "--max-model-len", str(LONG + 100),
     "--hf-overrides", json.dumps({"text_config": {"max_position_embeddings": 2 * LONG}}),
@@ -23,7 +23,7 @@ ARGUMENTS = [
 
 
 class SlowSteps(LogitsProcessor):
-    """Wait in each step of the engine. The logits stay as they are."""
+    """Sleep in each step of the engine, and leave the logits unchanged."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         pass
@@ -33,7 +33,7 @@ class SlowSteps(LogitsProcessor):
         return logits
 
     def is_argmax_invariant(self) -> bool:
-        return False  # what is true is left out of a step whose tokens are all the most likely ones
+        return False  # vLLM skips argmax-invariant processors in greedy steps
 
     def update_state(self, batch_update: Any) -> None:
         pass

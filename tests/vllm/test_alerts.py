@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every rule of deploy/alerts.yaml fires once on purpose: the plugin's own counters are driven past its threshold,
-scraped each minute, and evaluated by Prometheus' promtool."""
+"""Each rule of deploy/alerts.yaml fires: counters of the plugin pass its threshold, and promtool evaluates scrapes."""
 
 from __future__ import annotations
 
@@ -38,71 +37,74 @@ needs_promtool = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def minutes_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between selections of one second, here."""
+def write_times_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write selection times at once, not once a second."""
     monkeypatch.setattr(clock, "_INTERVAL", 0.0)
 
 
 class Server:
-    """A front end, and what Prometheus would have read of it, minute by minute."""
+    """Front end, and the series that Prometheus would read from it, with a sample per minute."""
 
     def __init__(self, folder: Callable[[str], Path], setting: Any, name: str, tmp_path: Path) -> None:
-        self.name, self.place, self.series, self.minutes = name, tmp_path, {}, 0
+        self.name, self.folder, self.series, self.minutes = name, tmp_path, {}, 0
         front = FrontEnd(folder, NAME, setting, name)
         self.ask, self.model_config, self.engine = front.ask, front.model_config, engine_parts(front.processor)
         self.clock = clock.Clock(getattr(self.model_config.multimodal_config, METRICS_FOLDER, None))
         self.vllm = {
             "vllm:num_requests_running": 1.0,
             'up{job="vllm"}': 1.0,
-            **{f'http_requests_total{{handler="/v1/chat/completions", status="{one}"}}': 0.0 for one in ("2xx", "5xx")},
+            **{
+                f'http_requests_total{{handler="/v1/chat/completions", status="{status}"}}': 0.0
+                for status in ("2xx", "5xx")
+            },
             'http_requests_total{handler="/v1/x", status="5xx", instance="two"}': 0.0,
             **{f'vllm:time_to_first_token_seconds_bucket{{le="{le}"}}': 0.0 for le in ("1.0", "10.0", "+Inf")},
         }
 
     def add(self, name: str, by: float = 1.0) -> None:
-        """Raise one of vLLM's own series by a part of its name."""
+        """Increase one of vLLM's series, which `name` identifies."""
         (key,) = [key for key in self.vllm if name in key and ("two" in name or "two" not in key)]
         self.vllm[key] += by
 
     def answer(self, status: str = "2xx", seconds: float = 0.5) -> None:
-        """Count what vLLM counts of a request."""
+        """Count a request as vLLM does."""
         self.add(f'status="{status}"')
         for le in (le for le in ("1.0", "10.0", "+Inf") if seconds <= float(le)):
             self.add(f'le="{le}"')
 
     def choose(self, seconds: float) -> None:
-        """Do what a worker does for an image."""
+        """Time a selection as a worker does."""
         with self.clock.timing("divprune", torch.device("cpu")):
             time.sleep(seconds)
 
     def scrape(self) -> None:
-        found = {}
+        values = {}
         for key, value in self.vllm.items():
-            metric, _, own = key.rstrip("}").partition("{")
-            labels = [own] if own else []
+            metric, _, key_labels = key.rstrip("}").partition("{")
+            labels = [key_labels] if key_labels else []
             labels += [f'model_name="{self.name}"'] * metric.startswith("vllm:")
-            labels += ['instance="one"'] * ("instance" not in own)
-            found[f"{metric}{{{', '.join(labels)}}}"] = value
-        for sample in (one for metric in REGISTRY.collect() for one in metric.samples):
+            labels += ['instance="one"'] * ("instance" not in key_labels)
+            values[f"{metric}{{{', '.join(labels)}}}"] = value
+        for sample in (sample for metric in REGISTRY.collect() for sample in metric.samples):
             if sample.name.startswith("tokenprune:") and sample.labels["model_name"] == self.name:
                 labels = ", ".join(f'{key}="{value}"' for key, value in (sample.labels | {"instance": "one"}).items())
-                found[f"{sample.name}{{{labels}}}"] = sample.value
-        for key, value in found.items():
+                values[f"{sample.name}{{{labels}}}"] = sample.value
+        for key, value in values.items():
             if "_created" not in key:
                 self.series.setdefault(key, ["_"] * self.minutes).append(f"{value:.6f}")
         self.minutes += 1
 
     def fires(self, *names: str) -> None:
-        """Check that at the end these alerts fire, and no others."""
+        """Check that exactly these alerts fire at the end."""
         series = [{"series": key, "values": " ".join(values)} for key, values in self.series.items()]
-        wanted = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(names)]
+        expected = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(names)]
         query = 'group by (alertname) (ALERTS{alertstate="firing"})'
-        case = {"expr": query, "eval_time": f"{self.minutes - 1}m", "exp_samples": wanted}
+        case = {"expr": query, "eval_time": f"{self.minutes - 1}m", "exp_samples": expected}
         test = {"interval": "1m", "input_series": series, "promql_expr_test": [case]}
-        file = self.place / "alerts-test.yaml"
+        file = self.folder / "alerts-test.yaml"
         file.write_text(yaml.safe_dump({"rule_files": [str(FILE)], "evaluation_interval": "1m", "tests": [test]}))
-        ran = subprocess.run([PROMTOOL, "test", "rules", str(file)], capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
+        result = subprocess.run([PROMTOOL, "test", "rules", str(file)], capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
 
 
 def refuse(server: Server) -> None:
@@ -110,17 +112,17 @@ def refuse(server: Server) -> None:
         server.ask(1, {"profile": "fsat"})
 
 
-def keep(left: int) -> Callable[[Server], object]:
-    """Have so many of 100 tokens stay: of tiny images more than asked for, of a method with a fault less."""
+def keep(num_kept: int) -> Callable[[Server], object]:
+    """Count `num_kept` of 100 tokens as kept: tiny images keep more than requested, a faulty method keeps fewer."""
 
     def count(server: Server) -> None:
-        metrics.add_visual_tokens(server.model_config, ("divprune", "0.25"), 100, left)
+        metrics.add_visual_tokens(server.model_config, ("divprune", "0.25"), 100, num_kept)
 
     return count
 
 
-def broken(server: Server) -> None:
-    """A method with a fault: of two images one has never been seen."""
+def break_method(server: Server) -> None:
+    """Make the method fail for a request with an image that is not cached."""
     plan = items.PromptItem.make_plan
 
     def fail(self: Any, setting: Any) -> Any:
@@ -132,15 +134,15 @@ def broken(server: Server) -> None:
 
 
 def spoil(server: Server) -> None:
-    (server.place / "offer.json").write_text('{"profiles": {"fast": {"keep": 7.5}}}')
+    (server.folder / "offer.json").write_text('{"profiles": {"fast": {"keep": 7.5}}}')
     assert not asyncio.run(reload.reload(server.engine))
 
 
-# By alert: the server's setting, and what happens each minute beside a request as it should be.
+# Per alert: the server's setting, and an event of each minute in addition to a served request.
 CASES: dict[str, tuple[Any, Callable[[Server], object]]] = {
     "TokenpruneRefusals": (DIVPRUNE, refuse),
-    "TokenpruneFailures": (DIVPRUNE | {"on_error": "full"}, broken),
-    "TokenpruneShadowFailures": (DIVPRUNE | {"rollout": 0.0}, broken),
+    "TokenpruneFailures": (DIVPRUNE | {"on_error": "full"}, break_method),
+    "TokenpruneShadowFailures": (DIVPRUNE | {"rollout": 0.0}, break_method),
     "TokenpruneSelectionSlow": (DIVPRUNE, lambda server: server.choose(0.12)),
     "TokenpruneKeptAboveTarget": (DIVPRUNE, keep(50)),
     "TokenpruneKeptBelowTarget": (DIVPRUNE, keep(5)),
@@ -154,8 +156,8 @@ CASES: dict[str, tuple[Any, Callable[[Server], object]]] = {
 
 @needs_promtool
 @pytest.mark.parametrize("alert", CASES)
-def test_it_fires_and_no_other(folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alert: str) -> None:
-    setting, happens = CASES[alert]
+def test_only_this_alert_fires(folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alert: str) -> None:
+    setting, event = CASES[alert]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "offer.json").write_text("{}")
     server = Server(folder(NAME), setting, f"alarmed-{alert}", tmp_path)
@@ -164,44 +166,47 @@ def test_it_fires_and_no_other(folder: Any, tmp_path: Path, monkeypatch: pytest.
         server.scrape()
         server.ask(1)
         server.answer()
-        happens(server)
+        event(server)
     server.fires(alert)
 
 
-# By alert: what a client may send, and what happens once.
+# Per case: the server's setting, and an event that a client can cause, or that happens once.
 CALM: dict[str, tuple[Any, Callable[[Server, int], object]]] = {
     "a placeholder in a text": (DIVPRUNE | {"on_error": "full"}, lambda server, _: server.ask(1, prompt=ENDS)),
     "the same in shadow": (DIVPRUNE | {"rollout": 0.0}, lambda server, _: server.ask(1, prompt=ENDS)),
-    "one failure": (DIVPRUNE | {"on_error": "full"}, lambda server, at: at == MINUTES - 4 and broken(server)),
-    "one error": (DIVPRUNE, lambda server, at: at == MINUTES - 4 and server.answer("5xx")),
+    "one failure": (
+        DIVPRUNE | {"on_error": "full"},
+        lambda server, minute: minute == MINUTES - 4 and break_method(server),
+    ),
+    "one error": (DIVPRUNE, lambda server, minute: minute == MINUTES - 4 and server.answer("5xx")),
     "others' errors": (DIVPRUNE, lambda server, _: server.add('instance="two"')),
 }
 
 
 @needs_promtool
-@pytest.mark.parametrize("what", CALM)
-def test_no_client_calls_anybody(folder: Any, tmp_path: Path, what: str) -> None:
-    setting, happens = CALM[what]
-    server = Server(folder(NAME), setting, f"calm-{what}".replace(" ", "-"), tmp_path)
+@pytest.mark.parametrize("case", CALM)
+def test_clients_fire_no_alert(folder: Any, tmp_path: Path, case: str) -> None:
+    setting, event = CALM[case]
+    server = Server(folder(NAME), setting, f"calm-{case}".replace(" ", "-"), tmp_path)
     announce.announce(server.engine)
-    for at in range(MINUTES):
+    for minute in range(MINUTES):
         server.scrape()
-        happens(server, at)
+        event(server, minute)
     server.fires()
 
 
 @needs_promtool
-def test_a_server_that_is_gone_is_down(tmp_path: Path) -> None:
-    """Discovery forgets a pod that has gone, and its series with it."""
+def test_deleted_servers_are_down(tmp_path: Path) -> None:
+    """Service discovery removes a deleted pod together with its series."""
     server = object.__new__(Server)
-    server.place, server.minutes = tmp_path, 20
+    server.folder, server.minutes = tmp_path, 20
     server.series = {'up{job="vllm"}': ["1", "1"]}
     server.fires("VllmDown")
 
 
 @needs_promtool
-def test_none_fires_where_all_is_well(folder: Any, tmp_path: Path) -> None:
-    """And before the first request; without `tokenprune:info` the plugin is off."""
+def test_healthy_servers_fire_no_alert(folder: Any, tmp_path: Path) -> None:
+    """No alert fires without requests or with served requests. Without `tokenprune:info` the plugin is off."""
     file = tmp_path / "offer.json"
     file.write_text('{"profiles": {"ocr": {"off": true}, "held": {"keep": 0.5, "rollout": 0.0}}}')
     server = Server(folder(NAME), DIVPRUNE | {"reload": str(file)}, "calm", tmp_path)
@@ -214,12 +219,12 @@ def test_none_fires_where_all_is_well(folder: Any, tmp_path: Path) -> None:
     for _ in range(9):
         server.scrape()
     server.fires()
-    for number in range(MINUTES):
-        for asked in ({}, {"profile": "ocr"}, {"keep": 0.5}, {"profile": "held"}):
-            server.ask(1 + number % 3, asked)
+    for minute in range(MINUTES):
+        for override in ({}, {"profile": "ocr"}, {"keep": 0.5}, {"profile": "held"}):
+            server.ask(1 + minute % 3, override)
         server.choose(0.001)
-        if number % 10 == 0:
-            refuse(server)  # 3 in 123
+        if minute % 10 == 0:
+            refuse(server)  # 3 of 123 requests
             assert asyncio.run(reload.reload(server.engine))
         server.scrape()
     server.fires()
@@ -234,7 +239,7 @@ def test_a_server_without_a_setting_is_off(folder: Any, tmp_path: Path) -> None:
     server.fires("TokenprunePluginOff")
 
 
-def test_each_rule_is_tested_and_has_its_place_in_the_runbook() -> None:
+def test_each_rule_is_tested_and_in_the_runbook() -> None:
     assert [rule["alert"] for rule in RULES] == ["TokenprunePluginOff", *CASES]
     assert CHECKPOINTS[NAME].prompt(1).startswith(ENDS)
     page = (FILE.parent.parent / "docs/serving/runbook.md").read_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the plugin on: the line at the start, `tokenprune:info`, and counters that are there before the first request."""
+"""Signs that the plugin is on: the line at startup, `tokenprune:info`, and counters before the first request."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PROFILES = {"profiles": {"fast": {"keep": 0.11}, "ocr": {"off": True}}}
 INFO = "tokenprune:info"
 
 
-def facts(model_config: Any, v2: bool = False) -> dict[str, str]:
+def get_facts(model_config: Any, v2: bool = False) -> dict[str, str]:
     return announce.collect_facts(SimpleNamespace(model_config=model_config, use_v2_model_runner=v2))
 
 
 @pytest.mark.parametrize(
-    ("setting", "said", "profiles", "policy"),
+    ("setting", "setting_text", "profiles", "policy"),
     [
         (None, "none", "none", "none"),
         ({"off": True}, "off", "none", "none"),
@@ -42,34 +42,34 @@ def facts(model_config: Any, v2: bool = False) -> dict[str, str]:
          "dart 0.25 in the language model", "none", "none"),
     ],
 )  # fmt: skip
-def test_facts(folder: Callable[[str], Path], setting: Any, said: str, profiles: str, policy: str) -> None:
-    found = facts(config(folder("llava"), setting))
+def test_facts(folder: Callable[[str], Path], setting: Any, setting_text: str, profiles: str, policy: str) -> None:
+    actual = get_facts(config(folder("llava"), setting))
     hooks = "setting" if setting is None else "setting,profiles,cache"
-    assert found == {
-        "version": tokenprune.__version__, "setting": said, "profiles": profiles, "policy": policy,
+    assert actual == {
+        "version": tokenprune.__version__, "setting": setting_text, "profiles": profiles, "policy": policy,
         "vllm": compat.TESTED, "runner": "v1", "hooks": hooks,
     }  # fmt: skip
-    assert set(found) | {"model_name"} == set(metrics.GAUGES[INFO][1])
-    line = announce.format_line(found)
+    assert set(actual) | {"model_name"} == set(metrics.GAUGES[INFO][1])
+    line = announce.format_line(actual)
     assert line.count("\n") == 0 and f"vLLM {compat.TESTED} (tested), model runner v1" in line
     assert ("no tokens are pruned" in line) == (setting is None)
-    assert facts(config(folder("llava"), setting), v2=True)["runner"] == "v2"
+    assert get_facts(config(folder("llava"), setting), v2=True)["runner"] == "v2"
 
 
-def test_hooks_that_do_not_hold_are_left_out(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hooks_are_left_out(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat.HOOKS, "cache", {"vllm.gone:Gone": ""})
-    assert facts(config(folder("llava"), DIVPRUNE))["hooks"] == "setting,profiles"
+    assert get_facts(config(folder("llava"), DIVPRUNE))["hooks"] == "setting,profiles"
 
 
 class Engine(SimpleNamespace):
-    """To which a weak reference may lead."""
+    """Namespace that supports weak references."""
 
 
-def test_an_engine_that_starts_says_so(
+def test_starting_engines_log_their_setting(
     folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert announce.logger.name == "vllm.tokenprune"
-    # A logger of the test's own: pytest may have a handler at vLLM's as well as at the root.
+    # Use a separate logger, because pytest may add handlers to vLLM's logger and to the root.
     monkeypatch.setattr(announce, "logger", logging.getLogger("of this test"))
     caplog.set_level(logging.INFO, "of this test")
     loaded = {"overload": {"in_flight": [9], "profiles": ["fast"]}}
@@ -81,7 +81,7 @@ def test_an_engine_that_starts_says_so(
         )  # fmt: skip
         for act in (announce.announce, profiles.watch):
             act(engine)
-    started, bare = [one.getMessage() for one in caplog.records if one.name == "of this test"]
+    started, bare = [record.getMessage() for record in caplog.records if record.name == "of this test"]
     assert "is on: divprune 0.25, profiles: fast, ocr, policy: none;" in started and "loaded without a setting" in bare
     totals = {name: samples(f"tokenprune:{name}_total", "starting") for name in ("visual_tokens", "requests")}
     assert totals["visual_tokens"] == {
@@ -94,7 +94,7 @@ def test_an_engine_that_starts_says_so(
     assert set(totals["requests"].values()) == {0}
     failures = samples("tokenprune:failures_total", "starting")
     assert set(failures.values()) == {0} and {("full", "request"), ("refused", "request")} < failures.keys()
-    assert samples("tokenprune:refusals_total", "starting") == {(one,): 0 for one in metrics.REASONS}
+    assert samples("tokenprune:refusals_total", "starting") == {(reason,): 0 for reason in metrics.REASONS}
     assert samples("tokenprune:selections_total", "starting") == {("divprune",): 0}
     assert samples("tokenprune:selection_seconds_total", "starting") == {("divprune",): 0}
     assert samples("tokenprune:overload_step", "starting") == {(): 0}
@@ -103,18 +103,18 @@ def test_an_engine_that_starts_says_so(
     assert not any(samples(f"tokenprune:{name}_total", "bare") for name in ("visual_tokens", "requests", "refusals"))
 
 
-def test_info_of_before_is_zero() -> None:
+def test_earlier_info_is_zero() -> None:
     model_config = SimpleNamespace(served_model_name="again")
-    made = dict.fromkeys(metrics.GAUGES[INFO][1][1:], "x")
+    info = dict.fromkeys(metrics.GAUGES[INFO][1][1:], "x")
     for setting in ("one", "two", "one"):
-        metrics.set_info(model_config, made | {"setting": setting})
+        metrics.set_info(model_config, info | {"setting": setting})
         values = {labels[4]: value for labels, value in samples(INFO, "again").items()}
         assert [name for name, value in values.items() if value == 1] == [setting]
     assert values == {"one": 1, "two": 0}
 
 
-def test_several_processes_inform_as_one(tmp_path: Path) -> None:
-    """As vLLM's API servers do it."""
+def test_several_processes_report_one_info(tmp_path: Path) -> None:
+    """vLLM's API servers are such processes."""
     code = (
         "from types import SimpleNamespace; from tokenprune.integrations.vllm.frontend import metrics; "
         f"metrics.set_info(SimpleNamespace(served_model_name='m'), dict.fromkeys(metrics.GAUGES['{INFO}'][1][1:], 'x'))"
@@ -127,7 +127,7 @@ def test_several_processes_inform_as_one(tmp_path: Path) -> None:
     assert samples(INFO, "m", registry) == {("x",) * 7: 1}
 
 
-def test_acts_are_done_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_functions_run_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     done: list[Any] = []

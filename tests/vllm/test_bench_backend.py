@@ -37,32 +37,32 @@ def engine() -> Iterator[OfflineEngine]:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     stop()
-    made = OfflineEngine(None, arguments=ARGUMENTS)
-    yield made
-    made.close()
-    del made.llm
+    offline_engine = OfflineEngine(None, arguments=ARGUMENTS)
+    yield offline_engine
+    offline_engine.close()
+    del offline_engine.llm
     gc.collect()
     cleanup_dist_env_and_memory()
 
 
 @pytest.fixture
 def encoded(engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One item for each call of the encoder, from here on."""
+    """Record the number of items in each call of the encoder."""
     model = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     return count_items(model, monkeypatch)
 
 
 class Counting(HfBackend):
-    """transformers with positions as vLLM has them where they have one axis: of the tokens that are there."""
+    """transformers with consecutive positions of the kept tokens, as in vLLM with one axis of positions."""
 
     @contextmanager
-    def answering(self, place: Any) -> Iterator[Any]:
+    def answering(self, setting: Any) -> Iterator[Any]:
         def count(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
             length, keys = kwargs["inputs_embeds"].shape[1], compat.get_cache(kwargs).layers[0].keys
             past = 0 if length > 1 else keys.shape[-2]
             return args, kwargs | {"position_ids": past + torch.arange(length)[None]}
 
-        with super().answering(place) as answer:
+        with super().answering(setting) as answer:
             hook = self.subject.adapter.decoder.register_forward_pre_hook(count, with_kwargs=True)
             try:
                 yield answer
@@ -71,41 +71,45 @@ class Counting(HfBackend):
 
 
 def run(backend: BenchBackend, plan: BenchPlan, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The records of a run by method, and its predictions."""
-    with RunFolder(folder, config_of(backend, plan, "exact", {})) as kept:
-        records = list(Bench(backend, plan, folder=kept).records())
-    found = {record.get("method"): record for record in records}
-    return found, [line for line, _ in read_lines(folder / PREDICTIONS)]
+    """Return the records of a run by method, and its predictions."""
+    with RunFolder(folder, config_of(backend, plan, "exact", {})) as run_folder:
+        records = list(Bench(backend, plan, folder=run_folder).records())
+    by_method = {record.get("method"): record for record in records}
+    return by_method, [line for line, _ in read_lines(folder / PREDICTIONS)]
 
 
 def test_answers_and_cost_are_those_of_transformers(engine: OfflineEngine, tmp_path: Path) -> None:
-    ours, answers = run(VllmBackend(engine, "", 4), PLAN, tmp_path / "vllm")
-    # Alone, because a batch is padded, and its cache holds the padding.
+    vllm_records, answers = run(VllmBackend(engine, "", 4), PLAN, tmp_path / "vllm")
+    # One question at a time, because the cache of a padded batch includes the padding.
     plan = BenchPlan(methods=PLAN.methods, keeps=PLAN.keeps, images=PLAN.images, batch_size=1, repeats=0)
-    theirs, expected = run(Counting(load_model(device="cpu")), plan, tmp_path / "hf")
+    hf_records, expected = run(Counting(load_model(device="cpu")), plan, tmp_path / "hf")
 
-    def of(lines: list[dict[str, Any]], method: str) -> list[str]:
+    def list_predictions(lines: list[dict[str, Any]], method: str) -> list[str]:
         return [line["prediction"] for line in lines if line["method"] == method]
 
-    assert len(set(of(answers, "unpatched"))) > 5 and of(answers, "uniform") != of(answers, "unpatched")
+    assert len(set(list_predictions(answers, "unpatched"))) > 5 and list_predictions(
+        answers, "uniform"
+    ) != list_predictions(answers, "unpatched")
     for name in ("unpatched", *SERVED):
-        assert of(answers, name) == of(expected, name)
-        one, other = ours[name], theirs[name]
+        assert list_predictions(answers, name) == list_predictions(expected, name)
+        record, expected_record = vllm_records[name], hf_records[name]
         for key in ("right", "correct", "n", "site", "seeds", "questions"):
-            assert one[key] == other[key]
-        for key, value in other["stats"].items():
+            assert record[key] == expected_record[key]
+        for key, value in expected_record["stats"].items():
             if key == "overhead_ms":
-                assert one["stats"][key] is None
+                assert record["stats"][key] is None
             elif key == "kv_bytes_full" and name == "unpatched":
                 continue  # left-padded in a batch
             else:
-                assert one["stats"][key] == pytest.approx(value), key
-    assert len(ours["random"]["right"]) == 3 and ours["random"]["stats"]["keep_ratio"] == 0.25
+                assert record["stats"][key] == pytest.approx(value), key
+    assert len(vllm_records["random"]["right"]) == 3 and vllm_records["random"]["stats"]["keep_ratio"] == 0.25
     for name in ("downsample", "fastv"):
-        assert ours[name]["record"] == "skipped" and "cannot be served" in ours[name]["reason"]
-    header = ours[None]
+        assert vllm_records[name]["record"] == "skipped" and "cannot be served" in vllm_records[name]["reason"]
+    header = vllm_records[None]
     assert header["environment"]["vllm"] and header["environment"]["dtype"] == "float32"
-    notes = " ".join(tables.build_tables(results.summarise([header, *(ours[k] for k in ours if k)]))[0].notes)
+    notes = " ".join(
+        tables.build_tables(results.summarise([header, *(vllm_records[k] for k in vllm_records if k)]))[0].notes
+    )
     assert "closed form, from the length of the prompt that vLLM reports" in notes and "Skipped fastv" in notes
     assert str(Path.cwd()) not in str(header) and "/" not in header["environment"]["model"]
 
@@ -113,20 +117,25 @@ def test_answers_and_cost_are_those_of_transformers(engine: OfflineEngine, tmp_p
 def test_the_tuner_finds_what_it_finds_with_transformers(engine: OfflineEngine) -> None:
     questions, candidates = load_heldout(limit=5), build_grid(["uniform", "pool"], [0.5, 0.25])
 
-    def tuned(backend: BenchBackend, batch_size: int) -> Tuning:
+    def tune(backend: BenchBackend, batch_size: int) -> Tuning:
         panel = Evaluator(backend, questions, batch_size=batch_size)
         return Tuner(panel, candidates, Promise(0.45), objective="flops", repeats=1).run()
 
-    ours, theirs = tuned(VllmBackend(engine, "", 4), 8), tuned(Counting(load_model(device="cpu")), 1)
-    for one, other in zip(ours.trials, theirs.trials, strict=True):
-        assert (one.state, one.search, one.held_out, one.drop) == (other.state, 16, other.held_out, other.drop)
+    vllm_tuning, hf_tuning = tune(VllmBackend(engine, "", 4), 8), tune(Counting(load_model(device="cpu")), 1)
+    for trial, expected in zip(vllm_tuning.trials, hf_tuning.trials, strict=True):
+        assert (trial.state, trial.search, trial.held_out, trial.drop) == (
+            expected.state,
+            16,
+            expected.held_out,
+            expected.drop,
+        )
         for name in ("keep_ratio", "prefill_flops_ratio", "kv_bytes"):
-            assert one.cost[name] == pytest.approx(other.cost[name])
-    assert ours.choice is not None and any(one.drop for one in ours.trials)
+            assert trial.cost[name] == pytest.approx(expected.cost[name])
+    assert vllm_tuning.choice is not None and any(trial.drop for trial in vllm_tuning.trials)
 
 
 def test_prompts_are_those_of_transformers(engine: OfflineEngine) -> None:
-    """The beginning of a sequence too, which vLLM's chats leave to the template."""
+    """The prompts start with the BOS token, which vLLM's chats leave to the template."""
     subject, (question, *_) = load_model(device="cpu"), load_heldout(limit=1)
     ids = subject.inputs([question.images], [question.question])["input_ids"][0].tolist()
     assert ids[0] == subject.processor.tokenizer.bos_token_id
@@ -137,7 +146,7 @@ def test_prompts_are_those_of_transformers(engine: OfflineEngine) -> None:
 def test_timed_requests_find_no_cache(engine: OfflineEngine, encoded: list[int]) -> None:
     backend, question = VllmBackend(engine, "", 4), load_heldout(limit=1)[0]
     timing = backend.timing(Setting.from_text("pool", 0.25), question, 2)
-    assert len(encoded) == 6  # three rounds of two
+    assert len(encoded) == 6  # three rounds of two requests
     assert timing["repeats"] == 2 and timing["rows"] == 1
     for name in ("ttft_ms", "ttft_ms_unpatched", "token_ms", "token_ms_unpatched", "ttft_ratio", "token_ratio"):
         assert 0 < timing[name]["p20"] <= timing[name]["p50"] <= timing[name]["p80"]

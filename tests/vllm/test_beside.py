@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server may do besides: speculation, structured answers, LoRA on the language model, caches that are shared by
-servers."""
+"""Other features of a server: speculative decoding, structured output, LoRA on the language model, shared caches."""
 
 from __future__ import annotations
 
@@ -15,32 +14,32 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from checkpoints import HIDDEN, VOCABULARY, text
-from conftest import DIVPRUNE, OPTIONS, Engine, count_items, same
+from conftest import DIVPRUNE, OPTIONS, Engine, check_same, count_items
 
 BLOCK = 32
 
 
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The drafts that the scheduler hands on, from here on."""
+    """Record the drafts that the scheduler schedules."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     drafts: list[list[int]] = []
     schedule = Scheduler.schedule
 
     def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = schedule(self, *args, **kwargs)
-        drafts.extend(made.scheduled_spec_decode_tokens.values())
-        return made
+        output = schedule(self, *args, **kwargs)
+        drafts.extend(output.scheduled_spec_decode_tokens.values())
+        return output
 
     monkeypatch.setattr(Scheduler, "schedule", spy)
     return drafts
 
 
-# It imports numba; then vLLM 0.32 stumbles over one of its objects whenever another engine starts in this process.
+# ngram imports numba, and vLLM 0.32 then fails on one of its objects when another engine starts in this process.
 @pytest.mark.last
 class TestSpeculation:
-    """Drafts are what followed the same tokens earlier in the prompt or in the answer."""
+    """Drafts repeat tokens that followed the same tokens earlier in the prompt or the answer."""
 
     @pytest.fixture(scope="class")
     def engine(self, start: Callable[..., Engine]) -> Engine:
@@ -49,8 +48,10 @@ class TestSpeculation:
 
     def test_answers_are_the_same(self, engine: Engine, reference: Any, drafted: list[list[int]]) -> None:
         checkpoint = engine.checkpoint
-        asked = [(checkpoint.prompt(n), checkpoint.images(n), o) for n, o in ((1, {}), (2, {"keep": 0.5}))]
-        engine.check(reference, asked, 24)
+        cases = [
+            (checkpoint.prompt(n), checkpoint.images(n), override) for n, override in ((1, {}), (2, {"keep": 0.5}))
+        ]
+        engine.check(reference, cases, 24)
         assert drafted
 
     def test_structured_answers(self, engine: Engine) -> None:
@@ -68,8 +69,8 @@ class TestSpeculation:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random head of EAGLE-3: one layer, which reads the last token and what three layers of the model made of it."""
+def eagle_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a random EAGLE-3 head: one layer, which reads the last token and hidden states of three layers."""
     folder = tmp_path_factory.mktemp("head")
     config = {key: value for key, value in text("llama", num_hidden_layers=1).items() if key != "model_type"}
     names = dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=VOCABULARY, tie_word_embeddings=False)
@@ -92,18 +93,20 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.only_v1("V2's kernels of drafts were not tried in Triton's interpreter")
 class TestDraftsOfAModel:
     def test_answers_are_the_same(
-        self, start: Callable[..., Engine], reference: Any, head: Path, drafted: list[list[int]]
+        self, start: Callable[..., Engine], reference: Any, eagle_head: Path, drafted: list[list[int]]
     ) -> None:
-        eagle = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+        eagle = {"method": "eagle3", "model": str(eagle_head), "num_speculative_tokens": 2}
         engine = start("llava", DIVPRUNE, speculative_config=eagle, max_num_batched_tokens=24)
         checkpoint = engine.checkpoint
-        asked = [(checkpoint.prompt(n), checkpoint.images(n), o) for n, o in ((1, {}), (2, {"keep": 0.5}))]
-        engine.check(reference, asked, 12)
+        cases = [
+            (checkpoint.prompt(n), checkpoint.images(n), override) for n, override in ((1, {}), (2, {"keep": 0.5}))
+        ]
+        engine.check(reference, cases, 12)
         assert drafted
 
 
 class TestLora:
-    """Adapters of the language model; on the vision tower they are refused."""
+    """Adapters of the language model."""
 
     @pytest.fixture(scope="class")
     def engine(self, start: Callable[..., Engine]) -> Engine:
@@ -111,15 +114,18 @@ class TestLora:
 
     @pytest.fixture(scope="class")
     def adapter(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-        """A folder, and what the adapter adds to each weight, by the weight's name."""
+        """Return the adapter's folder, and its update of each weight by name."""
         generator = torch.Generator().manual_seed(0)
         rank, weights, added = 4, {}, {}
         for layer in range(3):
             for name, width in (("q_proj", HIDDEN), ("v_proj", HIDDEN // 2)):
-                where = f"model.language_model.layers.{layer}.self_attn.{name}"
+                prefix = f"model.language_model.layers.{layer}.self_attn.{name}"
                 a, b = (torch.randn(shape, generator=generator) / 8 for shape in ((rank, HIDDEN), (width, rank)))
-                weights |= {f"base_model.model.{where}.lora_A.weight": a, f"base_model.model.{where}.lora_B.weight": b}
-                added[f"{where}.weight"] = 2 * b @ a  # alpha / rank
+                weights |= {
+                    f"base_model.model.{prefix}.lora_A.weight": a,
+                    f"base_model.model.{prefix}.lora_B.weight": b,
+                }
+                added[f"{prefix}.weight"] = 2 * b @ a  # alpha / rank
         folder = tmp_path_factory.mktemp("adapter")
         config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"], bias="none")
         (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -134,18 +140,18 @@ class TestLora:
         prompt, images = engine.checkpoint.prompt(2), engine.checkpoint.images(2)
         request = engine.request(prompt, images)
         params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=5, ignore_eos=True)
-        # One after the other: on CPU vLLM 0.32 gives the adapter to all requests of a step, also without this plugin.
+        # One adapter per call: on a CPU, vLLM 0.32 applies it to all requests of a step, even without this plugin.
         (plain,), (adapted,) = (
-            engine.llm.generate([request], params, use_tqdm=False, lora_request=one)
-            for one in (None, LoRARequest("one", 1, str(folder)))
+            engine.llm.generate([request], params, use_tqdm=False, lora_request=adapter_request)
+            for adapter_request in (None, LoRARequest("one", 1, str(folder)))
         )
-        same(plain, *reference("llava").greedy(prompt, images, 6, DIVPRUNE))
+        check_same(plain, *reference("llava").greedy(prompt, images, 6, DIVPRUNE))
         state = reference("llava").model.state_dict()
         before = {name: state[name].clone() for name in added}
         try:
             for name, value in added.items():
                 state[name] += value
-            same(adapted, *reference("llava").greedy(prompt, images, 6, DIVPRUNE))
+            check_same(adapted, *reference("llava").greedy(prompt, images, 6, DIVPRUNE))
         finally:
             for name, value in before.items():
                 state[name].copy_(value)
@@ -153,7 +159,7 @@ class TestLora:
 
 
 class TestSharedCaches:
-    """What one server encoded and read is what others go on from: encode, prefill and decode apart."""
+    """Separate servers encode, prefill and decode, and share their caches."""
 
     NAME = "qwen2_5_vl"
 
@@ -161,12 +167,12 @@ class TestSharedCaches:
         self, start: Callable[..., Engine], reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def ec(role: str) -> dict[str, Any]:
-            where = {"shared_storage_path": str(tmp_path / "encoded")}
-            return dict(ec_connector="ECExampleConnector", ec_role=role, ec_connector_extra_config=where)
+            config = {"shared_storage_path": str(tmp_path / "encoded")}
+            return dict(ec_connector="ECExampleConnector", ec_role=role, ec_connector_extra_config=config)
 
         def kv(role: str) -> dict[str, Any]:
-            where = {"shared_storage_path": str(tmp_path / "read")}
-            return dict(kv_connector="ExampleConnector", kv_role=role, kv_connector_extra_config=where)
+            config = {"shared_storage_path": str(tmp_path / "read")}
+            return dict(kv_connector="ExampleConnector", kv_role=role, kv_connector_extra_config=config)
 
         def check(engine: Engine, override: dict[str, Any], text: str) -> Any:
             (output,) = engine.check(reference, [(checkpoint.prompt(2, text), images, override)])
@@ -183,21 +189,21 @@ class TestSharedCaches:
         calls.clear()
         check(prefill, override, text)
         assert not calls
-        check(prefill, {"keep": 0.5}, text)  # another setting is another item
+        check(prefill, {"keep": 0.5}, text)  # another setting is another cached item
         assert calls
 
         decode = start(self.NAME, DIVPRUNE, kv_transfer_config=kv("kv_consumer"))
         calls.clear()
-        for one in (override, {"keep": 0.5}):
-            output = check(decode, one, text)
+        for setting in (override, {"keep": 0.5}):
+            output = check(decode, setting, text)
             assert output.num_cached_tokens > len(output.prompt_token_ids) - len(text)
         assert not calls
-        check(decode, {"keep": 0.3}, text)  # which nobody has read
+        check(decode, {"keep": 0.3}, text)  # no server has read this setting
         assert calls
 
 
 class TestNotOnACpu:
-    """What vLLM itself has not on CPU, and was not tried with this plugin: there is something to do where one fails."""
+    """Features that vLLM lacks on a CPU, so their use with this plugin is untested."""
 
     def test_sleep_mode(self, folder: Callable[[str], Path]) -> None:
         from vllm.engine.arg_utils import EngineArgs

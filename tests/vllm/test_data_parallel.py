@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines behind one server (--data-parallel-size 2): each selects for itself, and answers stay those of one."""
+"""Two engines behind one server (--data-parallel-size 2) give the answers of one engine."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_answers_are_those_of_one_engine(folder: Callable[[str], Path], tmp_path
     arguments = ["--max-model-len", "1024", "--trust-request-mm-kwargs", "--data-parallel-size", "2"]
     images = [CHECKPOINTS[NAME].images(1, seed=seed) for seed in range(4)]
     overrides: list[Any] = [None, {"keep": 0.5}, {"off": True}, {"method": "uniform", "keep": 0.3}]
-    asked = [(images[number % 4], overrides[number // 4 % 4]) for number in range(REQUESTS)]
+    requests = [(images[index % 4], overrides[index // 4 % 4]) for index in range(REQUESTS)]
     with serve_with_several_engines(folder(NAME), tmp_path, DIVPRUNE, *arguments) as server:
         with ThreadPoolExecutor(4) as pool:
-            replies = list(pool.map(lambda one: ask(server, one[0], "what is it? ", one[1]), asked))
-        for reply, (shown, override) in zip(replies, asked, strict=True):
-            check(reply, reference, shown, "what is it? ", override)
+            replies = list(pool.map(lambda request: ask(server, request[0], "what is it? ", request[1]), requests))
+        for reply, (request_images, override) in zip(replies, requests, strict=True):
+            check(reply, reference, request_images, "what is it? ", override)
         served = server.counted("vllm:request_success_total")
         by_engine = [sum(n for labels, n in served.items() if f'engine="{engine}"' in labels) for engine in (0, 1)]
         assert sum(by_engine) == REQUESTS and min(by_engine) > 0, server.story(str(served))

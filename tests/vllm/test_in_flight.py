@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in flight, counted over all API servers of a host, for the policy under load."""
+"""Requests in flight over all API servers of a host, which the policy under load counts."""
 
 from __future__ import annotations
 
@@ -37,60 +37,60 @@ sys.stdin.read()
 """
 
 
-def other(folder: Path, number: int) -> subprocess.Popen:
-    """Another API server, of which there is its number alone."""
+def run_other_server(folder: Path, count: int) -> subprocess.Popen:
+    """Start the process of another API server, which only writes its number of requests."""
     process = subprocess.Popen(
-        [sys.executable, "-c", OTHER, str(folder), str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", OTHER, str(folder), str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdout is not None and process.stdout.readline() == b"written\n"
     return process
 
 
-def test_numbers_of_processes_that_run_are_added_up(tmp_path: Path) -> None:
+def test_counts_of_running_processes_are_added_up(tmp_path: Path) -> None:
     (tmp_path / "counter_1.db").write_bytes(b"of prometheus")
-    mine = SharedCount(tmp_path)
-    mine.write(5)
-    assert mine.count_others() == 0
-    processes = [other(tmp_path, 3), other(tmp_path, 70_000)]
-    assert mine.count_others() == 70_003
+    shared_count = SharedCount(tmp_path)
+    shared_count.write(5)
+    assert shared_count.count_others() == 0
+    processes = [run_other_server(tmp_path, 3), run_other_server(tmp_path, 70_000)]
+    assert shared_count.count_others() == 70_003
     processes[1].kill()
     processes[1].wait()
-    assert mine.count_others() == 3, "a killed process still counts"
+    assert shared_count.count_others() == 3, "a killed process still counts"
     processes[0].communicate()
-    assert mine.count_others() == 0
+    assert shared_count.count_others() == 0
 
 
-def test_a_folder_that_is_gone_costs_no_request(tmp_path: Path) -> None:
+def test_deleted_folder_does_not_fail_requests(tmp_path: Path) -> None:
     folder = tmp_path / "metrics"
     folder.mkdir()
-    mine = SharedCount(folder)
+    shared_count = SharedCount(folder)
     shutil.rmtree(folder)
-    assert mine.count_others() == 0
-    os.close(mine._file)
-    mine.write(3)
+    assert shared_count.count_others() == 0
+    os.close(shared_count._file)
+    shared_count.write(3)
 
 
-def test_others_hear_of_what_comes_and_ends_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By endpoints that count no request, and in the engine; and at once of a request that is being rendered."""
-    mine, theirs = SharedCount(tmp_path), SimpleNamespace(running=0)
-    monkeypatch.setattr(in_flight, "get_shared_count", lambda: mine)
-    load = RequestLoad(engine=lambda: SimpleNamespace(get_num_unfinished_requests=lambda: theirs.running))
+def test_shared_count_includes_all_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also requests of uncounted endpoints, and at once a request that is being rendered."""
+    shared_count, engine_state = SharedCount(tmp_path), SimpleNamespace(running=0)
+    monkeypatch.setattr(in_flight, "get_shared_count", lambda: shared_count)
+    load = RequestLoad(engine=lambda: SimpleNamespace(get_num_unfinished_requests=lambda: engine_state.running))
 
-    def told() -> int:
-        return int.from_bytes((tmp_path / mine._name).read_bytes())
+    def read_count() -> int:
+        return int.from_bytes((tmp_path / shared_count._name).read_bytes())
 
     async def run() -> None:
         load.share_count()
-        theirs.running = 1
+        engine_state.running = 1
         await asyncio.sleep(0.5)
-        assert told() == 1
+        assert read_count() == 1
         with load.count_request():
-            assert told() == 2
-        theirs.running = 0
+            assert read_count() == 2
+        engine_state.running = 0
         await asyncio.sleep(0.5)
-        assert told() == 0
+        assert read_count() == 0
 
-    load.share_count()  # no event loop: nothing to do
+    load.share_count()  # without an event loop it returns at once
     asyncio.run(run())
 
 
@@ -110,10 +110,10 @@ STEP = "tokenprune:overload_step"
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_step_is_that_of_now(
+def test_step_is_current(
     folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    """When nobody asks any more, too; reading it changes nothing. Where API servers share a folder, a loop tells it."""
+    """Also without new requests. Readers do not change the step, and a loop updates a shared count."""
     count = SharedCount(tmp_path) if shared else None
     monkeypatch.setattr(in_flight, "get_shared_count", lambda: count)
     monkeypatch.setattr(in_flight.time, "monotonic", lambda: now)
@@ -124,10 +124,10 @@ def test_the_step_is_that_of_now(
     load.engine = lambda: SimpleNamespace(get_num_unfinished_requests=lambda: running)
 
     def step() -> float:
-        async def told() -> None:
+        async def share() -> None:
             load.share_count()
 
-        asyncio.run(told())
+        asyncio.run(share())
         (value,) = samples(STEP, name).values()
         return value
 
@@ -143,16 +143,16 @@ def test_the_step_is_that_of_now(
     assert step() == 0 and load.profile(get_server_config(model_config)) == "default"
 
 
-def client(server: Server) -> openai.OpenAI:
-    """A client with a connection of its own."""
+def connect(server: Server) -> openai.OpenAI:
+    """Return a client with a separate connection."""
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=CALL, max_retries=0)
 
 
-def asked(server: Server) -> int:
-    """Return the length of the prompt of a request with an image, which may be served by either API server."""
+def count_prompt_tokens(server: Server) -> int:
+    """Return the prompt length of a request with an image, which either API server may answer."""
     messages: Any = write_messages(CHECKPOINTS[NAME].images(1, seed=1), "what? ")
-    with client(server) as one:
-        usage = one.chat.completions.create(model="tiny", messages=messages, max_tokens=1).usage
+    with connect(server) as api_client:
+        usage = api_client.chat.completions.create(model="tiny", messages=messages, max_tokens=1).usage
     assert usage is not None
     return usage.prompt_tokens
 
@@ -168,20 +168,23 @@ def server(folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.thorough
 def test_two_api_servers_follow_one_load(server: Server) -> None:
-    """Six streams, of which one server hardly has all: whichever gets the next request, it takes the step."""
-    alone = {asked(server) for _ in range(8)}
-    assert len(alone) == 1, "reduced less by one of the servers"
-    clients = [client(server) for _ in range(6)]  # connections of their own, which either server may take
+    """Six streams are spread over two servers, and each server counts all of the streams."""
+    unloaded = {count_prompt_tokens(server) for _ in range(8)}
+    assert len(unloaded) == 1, "reduced less by one of the servers"
+    clients = [connect(server) for _ in range(6)]  # separate connections, which either server may accept
     more: dict[str, Any] = {"max_tokens": slow_steps.LONG, "extra_body": {"ignore_eos": True}}
-    streams = [one.completions.create(model="tiny", prompt="go on ", stream=True, **more) for one in clients]
+    streams = [
+        stream_client.completions.create(model="tiny", prompt="go on ", stream=True, **more)
+        for stream_client in clients
+    ]
     for stream in streams:
         next(iter(stream))
-    under_load = [asked(server) for _ in range(8)]
-    assert len(set(under_load)) == 1 and under_load[0] < min(alone), server.story(
-        f"{under_load}, alone {alone}, step {server.counted(STEP)}"
+    under_load = [count_prompt_tokens(server) for _ in range(8)]
+    assert len(set(under_load)) == 1 and under_load[0] < min(unloaded), server.story(
+        f"{under_load}, alone {unloaded}, step {server.counted(STEP)}"
     )
     for stream in streams:
         stream.close()
     end = time.monotonic() + CALL
-    while {asked(server) for _ in range(8)} != alone:
+    while {count_prompt_tokens(server) for _ in range(8)} != unloaded:
         assert time.monotonic() < end, server.story("streams that were dropped still count")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from checkpoints import DEEP, photo
-from conftest import Engine, same
+from conftest import Engine, check_same
 from runner import IN_LLM
 from tokenprune import patched
 from tokenprune.errors import OptionError
@@ -36,7 +36,7 @@ def setting(method: Method, keep: float = 0.25) -> dict[str, Any]:
     return {"method": method.name, "keep": keep, "experimental_in_llm": True} | asdict(method)
 
 
-def aligned(method: Method) -> Method:
+def keep_complete_blocks(method: Method) -> Method:
     """The same method in transformers, where an item loses complete blocks and keeps at least one."""
 
     def resolve_count(self: Method, count: int, keep: int) -> int:
@@ -51,18 +51,20 @@ def aligned(method: Method) -> Method:
 def check(reference: Any, output: Any, prompt: str, images: list[Any], method: Method | None) -> None:
     answer = len(output.outputs[0].token_ids)
     patch = None if method is None else {"method": method, "keep": 0.25}
-    same(output, *reference.generate(prompt, images, answer, patch))
+    check_same(output, *reference.generate(prompt, images, answer, patch))
 
 
-def cache_of(engine: Engine) -> Any:
+def get_cache_manager(engine: Engine) -> Any:
     """Return vLLM's manager of the KV cache."""
     return engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
 
 
-def mixed(engine: Engine, images: Callable[[int], list[Any]]) -> list[tuple[str, list[Any]]]:
+def build_prompts(engine: Engine, images: Callable[[int], list[Any]]) -> list[tuple[str, list[Any]]]:
     """Return prompts with one, two, three and no images."""
     checkpoint = engine.checkpoint
-    with_images = [(checkpoint.prompt(n, f"{LONG}case {n}? "), images(n)) for n in (1, 2, 3)]
+    with_images = [
+        (checkpoint.prompt(num_images, f"{LONG}case {num_images}? "), images(num_images)) for num_images in (1, 2, 3)
+    ]
     return [*with_images, ("only text here, nothing else. ", [])]
 
 
@@ -75,52 +77,59 @@ class Loads:
 
     def test_single_and_concurrent_requests(self, engine: Engine, reference: Any, preempted: list[str]) -> None:
         photos = engine.checkpoint.images
-        # The third short request stops before its image, because the chunk has no room for it.
+        # The third short request stops before its image, which does not fit into the chunk.
         short = [(engine.checkpoint.prompt(1, f"{n}? "), photos(1, seed=n)) for n in range(3)]
-        for prompts in (short, mixed(engine, photos)[:1], mixed(engine, lambda n: photos(n, seed=n))):
-            outputs = engine.generate([engine.request(*one) for one in prompts], 60)
+        for prompts in (short, build_prompts(engine, photos)[:1], build_prompts(engine, lambda n: photos(n, seed=n))):
+            outputs = engine.generate([engine.request(*case) for case in prompts], 60)
             for (prompt, images), output in zip(prompts, outputs, strict=True):
-                check(reference(NAME), output, prompt, images, aligned(DART))
+                check(reference(NAME), output, prompt, images, keep_complete_blocks(DART))
         assert preempted
 
     def test_prefix_shared_by_three_requests(self, engine: Engine, reference: Any) -> None:
         checkpoint = engine.checkpoint
         images = checkpoint.images(1)
-        prompts = [checkpoint.prompt(1, LONG + what) for what in ("what is it? ", "where? ", "who painted it, why? ")]
+        prompts = [
+            checkpoint.prompt(1, LONG + question) for question in ("what is it? ", "where? ", "who painted it, why? ")
+        ]
         hits = []
         for _ in range(2):
             outputs = engine.generate([engine.request(prompt, images) for prompt in prompts], 40)
             for prompt, output in zip(prompts, outputs, strict=True):
-                check(reference(NAME), output, prompt, images, aligned(DART))
+                check(reference(NAME), output, prompt, images, keep_complete_blocks(DART))
             hits.append([output.num_cached_tokens for output in outputs])
         assert hits[0][0] == 0 and min(hits[0][1:] + hits[1]) >= 160, hits
         # The same image with a new question.
         other = checkpoint.prompt(1, LONG + "then tell me a story about it. ")
         (output,) = engine.generate([engine.request(other, images)], 12)
-        check(reference(NAME), output, other, images, aligned(DART))
+        check(reference(NAME), output, other, images, keep_complete_blocks(DART))
         print(f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens from the prefix cache")
         assert output.num_cached_tokens == 160
 
     def test_cache_hits_that_end_inside_an_image(self, engine: Engine, reference: Any, monkeypatch: Any) -> None:
-        found: list[int] = []
-        coordinator = cache_of(engine).coordinator
+        lookups: list[int] = []
+        coordinator = get_cache_manager(engine).coordinator
         find = coordinator.find_longest_cache_hit
 
         def spy(*args: Any) -> Any:
             hit = find(*args)
-            found.append(hit[1])
+            lookups.append(hit[1])
             return hit
 
         monkeypatch.setattr(coordinator, "find_longest_cache_hit", spy)
-        one, *others = engine.checkpoint.images(3)
+        first, *others = engine.checkpoint.images(3)
         hits = []
-        for images, text in (([one], "what? "), ([one], "no? "), ([one, others[0]], LONG), ([one, others[1]], LONG)):
-            shown = f"and {LONG}".join(["<image>"] * len(images))
-            (output,) = engine.generate([engine.request(f"look: {shown} {text}", images)], 8)
-            check(reference(NAME), output, f"look: {shown} {text}", images, aligned(DART))
+        for images, text in (
+            ([first], "what? "),
+            ([first], "no? "),
+            ([first, others[0]], LONG),
+            ([first, others[1]], LONG),
+        ):
+            placeholders = f"and {LONG}".join(["<image>"] * len(images))
+            (output,) = engine.generate([engine.request(f"look: {placeholders} {text}", images)], 8)
+            check(reference(NAME), output, f"look: {placeholders} {text}", images, keep_complete_blocks(DART))
             hits.append(output.num_cached_tokens)
         # A block with the end of an image also contains the tokens after it.
-        assert found == [0, 96, 96, 160], found
+        assert lookups == [0, 96, 96, 160], lookups
         assert hits == [0, 0, 0, 160], hits
 
 
@@ -134,17 +143,23 @@ class TestDart(Loads):
     def test_selection_changes_answers(self, reference: Any) -> None:
         """The comparison is meaningful: another selection, or none, gives other answers."""
         prompt, images = DEEP[NAME].prompt(1, LONG), DEEP[NAME].images(1)
-        patches = [None, *({"method": one, "keep": 0.25} for one in (aligned(DART), DART, aligned(Dart()), FastV()))]
+        patches = [
+            None,
+            *(
+                {"method": method, "keep": 0.25}
+                for method in (keep_complete_blocks(DART), DART, keep_complete_blocks(Dart()), FastV())
+            ),
+        ]
         logprobs = [reference(NAME).generate(prompt, images, 1, patch)[1] for patch in patches]
-        assert min((one - other).abs().max() for one in logprobs for other in logprobs if one is not other) > 1e-2
+        assert min((first - other).abs().max() for first in logprobs for other in logprobs if first is not other) > 1e-2
 
     def test_request_can_switch_it_off(self, engine: Engine, reference: Any) -> None:
         checkpoint = engine.checkpoint
         prompt, images = checkpoint.prompt(1, LONG), checkpoint.images(1)
-        for override, method in (({"off": True}, None), (None, aligned(DART)), ({"off": True}, None)):
+        for override, method in (({"off": True}, None), (None, keep_complete_blocks(DART)), ({"off": True}, None)):
             outputs = engine.generate([engine.request(prompt, images, override), engine.request(prompt, images)], 8)
             check(reference(NAME), outputs[0], prompt, images, method)
-            check(reference(NAME), outputs[1], prompt, images, aligned(DART))
+            check(reference(NAME), outputs[1], prompt, images, keep_complete_blocks(DART))
         engine.generate([engine.request(prompt, images, {"keep": 0.25})], 1)
         for override in ({"keep": 0.5}, {"method": "divprune"}, {"layer": 1}):
             with pytest.raises(OptionError, match="set for the whole server"):
@@ -155,12 +170,12 @@ class TestDart(Loads):
         for seed in range(4):
             images = engine.checkpoint.images(1, seed=seed)
             (output,) = engine.generate([engine.request("look: <image>", images)], 1)
-            theirs = reference(NAME)
-            with torch.no_grad(), patched(theirs.model, method=aligned(DART), keep=0.25):
-                logits = theirs.model(**theirs.inputs("look: <image>", images)).logits[0]
+            reference_model = reference(NAME)
+            with torch.no_grad(), patched(reference_model.model, method=keep_complete_blocks(DART), keep=0.25):
+                logits = reference_model.model(**reference_model.inputs("look: <image>", images)).logits[0]
             last = int((logits != 0).any(1).nonzero().max())  # zeros at dropped tokens
             logprobs = logits[last].float().log_softmax(-1)
-            same(output, [int(logprobs.argmax())], logprobs[None])
+            check_same(output, [int(logprobs.argmax())], logprobs[None])
 
     def test_prompt_logprobs_raise(self, engine: Engine) -> None:
         from vllm import SamplingParams
@@ -186,15 +201,15 @@ class TestFreed(Loads):
     @pytest.fixture(autouse=True)
     def everything_comes_back(self, engine: Engine) -> Iterator[None]:
         yield
-        manager = cache_of(engine)
+        manager = get_cache_manager(engine)
         # vLLM keeps one block, the null block.
         assert manager.block_pool.get_num_free_blocks() == manager.block_pool.num_gpu_blocks - 1
-        assert not any(one.held for one in manager.coordinator.single_type_managers)
+        assert not any(group_manager.held for group_manager in manager.coordinator.single_type_managers)
 
     def test_aborted_requests_free_their_blocks(self, engine: Engine) -> None:
         from vllm import SamplingParams
 
-        core, pool = engine.llm.llm_engine, cache_of(engine).block_pool
+        core, pool = engine.llm.llm_engine, get_cache_manager(engine).block_pool
         request = engine.request(engine.checkpoint.prompt(1, LONG), engine.checkpoint.images(1))
         for name in ("read", "not read"):
             core.add_request(name, request, SamplingParams(max_tokens=30, ignore_eos=True))
@@ -206,21 +221,23 @@ class TestFreed(Loads):
         assert not core.has_unfinished_requests()
 
     def test_number_of_held_blocks(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        manager, held = cache_of(engine), []
+        manager, num_held = get_cache_manager(engine), []
         allocate = manager.allocate_slots
 
         def spy(request: Any, *args: Any, **kwargs: Any) -> Any:
-            found = allocate(request, *args, **kwargs)
+            new_blocks = allocate(request, *args, **kwargs)
             blocks = manager.coordinator.get_blocks(request.request_id)
-            held.append((request.num_prompt_tokens, *(sum(not one.is_null for one in group) for group in blocks)))
-            return found
+            num_held.append(
+                (request.num_prompt_tokens, *(sum(not block.is_null for block in group) for group in blocks))
+            )
+            return new_blocks
 
         monkeypatch.setattr(manager, "allocate_slots", spy)
         for override in (None, {"off": True}):
             for images in range(4):
                 prompt = engine.checkpoint.prompt(images, LONG) if images else LONG
                 engine.generate([engine.request(prompt, engine.checkpoint.images(images), override)], 1)
-                tokens, front, behind = held[-1]  # an image of 100 tokens keeps 36
+                tokens, front, behind = num_held[-1]  # an image of 100 tokens keeps 36
                 assert (front, front - behind) == (-(-tokens // BLOCK), 0 if override else 2 * images)
 
 
@@ -236,10 +253,10 @@ class TestFastV:
     def test_concurrent_requests(
         self, start: Any, reference: Any, preempted: list[str], method: Method, free: dict[str, Any], blocks: int
     ) -> None:
-        whole = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)
-        engine = start(NAME, setting(method) | free, max_model_len=512, num_gpu_blocks_override=blocks, **whole)
-        prompts = mixed(engine, engine.checkpoint.images)
-        outputs = engine.generate([engine.request(*one) for one in prompts], 60)
+        options = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)
+        engine = start(NAME, setting(method) | free, max_model_len=512, num_gpu_blocks_override=blocks, **options)
+        prompts = build_prompts(engine, engine.checkpoint.images)
+        outputs = engine.generate([engine.request(*case) for case in prompts], 60)
         for (prompt, images), output in zip(prompts, outputs, strict=True):
             check(reference(NAME), output, prompt, images, method)
         assert preempted  # recomputed with a part of the answer, which must not affect the selection
@@ -267,11 +284,11 @@ class Curious(Pruner):
 
     def score(self, tokens: VisualTokens) -> Tensor:
         text = tokens.text.mask.float()
-        asked = tokens.attention_from(text / text.sum(1, keepdim=True)).mean(1)
+        received = tokens.attention_from(text / text.sum(1, keepdim=True)).mean(1)
         about = torch.einsum("shm,shmn->sn", tokens.text.attention.sum(2), tokens.text_attention)
         moved = (tokens.hidden - tokens.previous_hidden).float().norm(dim=-1)
         first = tokens.first_row_attention.mean(1)
-        return (asked + first) * 100 + about + tokens.values.float().norm(dim=-1) + moved
+        return (received + first) * 100 + about + tokens.values.float().norm(dim=-1) + moved
 
 
 class TestOthers:
@@ -280,10 +297,10 @@ class TestOthers:
         register = registry.register("curious", site=Site.IN_LLM, needs=needs)
         try:
             method = register(Curious)()
-            whole = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)
-            engine = start(NAME, setting(method), max_model_len=512, **whole)
-            prompts = mixed(engine, engine.checkpoint.images)
-            outputs = engine.generate([engine.request(*one) for one in prompts], 12)
+            options = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)
+            engine = start(NAME, setting(method), max_model_len=512, **options)
+            prompts = build_prompts(engine, engine.checkpoint.images)
+            outputs = engine.generate([engine.request(*case) for case in prompts], 12)
             for (prompt, images), output in zip(prompts, outputs, strict=True):
                 check(reference(NAME), output, prompt, images, method)
         finally:
@@ -298,9 +315,9 @@ class TestOthers:
     def test_third_party_method_with_mrope(self, start: Any, reference: Any, loud: Method) -> None:
         engine = start("qwen2_5_vl", setting(loud), disable_chunked_mm_input=True, max_num_batched_tokens=1200)
         sizes = [(280, 224), (224, 420), (112, 112)]
-        prompts = mixed(engine, lambda n: [photo(*sizes[index], seed=index) for index in range(n)])
+        prompts = build_prompts(engine, lambda n: [photo(*sizes[index], seed=index) for index in range(n)])
         for hit in (0, 160):
-            outputs = engine.generate([engine.request(*one) for one in prompts], 12)
+            outputs = engine.generate([engine.request(*case) for case in prompts], 12)
             for (prompt, images), output in zip(prompts, outputs, strict=True):
-                check(reference("qwen2_5_vl"), output, prompt, images, aligned(loud))
+                check(reference("qwen2_5_vl"), output, prompt, images, keep_complete_blocks(loud))
             assert outputs[0].num_cached_tokens == hit

@@ -11,13 +11,13 @@ import pytest
 from checkpoints import photo
 from conftest import Engine
 from runner import IN_LLM
-from test_in_llm import aligned, check, mixed, setting
+from test_in_llm import build_prompts, check, keep_complete_blocks, setting
 from tokenprune.methods.in_llm.dart import Dart
 from tokenprune.models.families import SERVED
 
 pytestmark = IN_LLM
-# Sizes of images with several blocks of tokens; without one, a tile of the tiny model is smaller than two blocks, and
-# the prefix cache is off.
+# Image sizes with several blocks of tokens. For None, tiles of the tiny model are smaller than two blocks, and the
+# prefix cache is off.
 SIZES = {
     "llava_next": (112, 112),
     "llava_onevision": (112, 112),
@@ -42,14 +42,14 @@ def test_answers_match_transformers(start: Callable[..., Engine], reference: Any
     options = dict(disable_chunked_mm_input=True, max_num_batched_tokens=1200, enable_prefix_caching=size is not None)
     engine = start(name, setting(method), **options)
     photos = engine.checkpoint.images if size is None else lambda n: [photo(*size, seed=seed) for seed in range(n)]
-    prompts = mixed(engine, photos)
+    prompts = build_prompts(engine, photos)
     cuts: list[int] = []
     in_llm = engine.model.tokenprune_in_llm
     in_llm._cut = lambda *args, cut=in_llm._cut: cuts.append(1) or cut(*args)
-    for again in (False, True):
-        outputs = engine.generate([engine.request(*one) for one in prompts], 8)
+    for is_second_round in (False, True):
+        outputs = engine.generate([engine.request(*case) for case in prompts], 8)
         for (prompt, images), output in zip(prompts, outputs, strict=True):
-            check(reference(name), output, prompt, images, method if size is None else aligned(method))
-        assert all(output.num_cached_tokens > 100 for output in outputs[:3]) == (again and size is not None)
+            check(reference(name), output, prompt, images, method if size is None else keep_complete_blocks(method))
+        assert all(output.num_cached_tokens > 100 for output in outputs[:3]) == (is_second_round and size is not None)
     # Each image loses tokens whenever it is computed.
     assert len(cuts) == (3 if size is not None else 6)

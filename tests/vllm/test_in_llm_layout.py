@@ -33,40 +33,43 @@ class Prompt:
 
     def behind(self, end: int, aligned: bool) -> list[int | None]:
         """Return the block table of the layers after the cut, with None for the blocks of dropped tokens."""
-        held = CutBlocks.from_pieces(self.pieces, BLOCK if aligned else None, 1)
-        there = range(held.count_columns(end, BLOCK))
-        return [self.table[column] if column in there and column not in held.gaps else None for column in range(WIDTH)]
+        cut_blocks = CutBlocks.from_pieces(self.pieces, BLOCK if aligned else None, 1)
+        columns = range(cut_blocks.count_columns(end, BLOCK))
+        return [
+            self.table[column] if column in columns and column not in cut_blocks.gaps else None
+            for column in range(WIDTH)
+        ]
 
     def remaining(self, end: int) -> list[int]:
         """Return the indices of the first `end` tokens that remain after the cut. An image keeps its last tokens."""
-        gone = {place for piece in self.pieces if piece.end <= end for place in piece.indices[: piece.drop]}
-        return [place for place in range(end) if place not in gone]
+        dropped = {index for piece in self.pieces if piece.end <= end for index in piece.indices[: piece.drop]}
+        return [index for index in range(end) if index not in dropped]
 
 
-def prompts(draw: random.Random, aligned: bool, many: int) -> list[Prompt]:
+def draw_prompts(draw: random.Random, aligned: bool, num_prompts: int) -> list[Prompt]:
     """Return prompts with a common prefix that ends after the first image."""
     shared = ["start"] * draw.randrange(0, 9)
-    made = []
+    requests = []
     pieces: list[VisualPiece] = []
     for ordinal in range(draw.randrange(1, 4)):
         count = draw.choice([5, 8, 11, 19, 32])
-        places = tuple(range(len(shared), len(shared) + count))
-        wanted = draw.randrange(1, count + 1)
-        keep = count - BLOCK * max(0, min((count - wanted) // BLOCK, count // BLOCK - 1)) if aligned else wanted
-        pieces.append(VisualPiece(places, keep, ordinal, ordinal, "image"))
+        indices = tuple(range(len(shared), len(shared) + count))
+        requested = draw.randrange(1, count + 1)
+        keep = count - BLOCK * max(0, min((count - requested) // BLOCK, count // BLOCK - 1)) if aligned else requested
+        pieces.append(VisualPiece(indices, keep, ordinal, ordinal, "image"))
         shared += [f"image {ordinal}"] * count + ["text"] * draw.randrange(0, 7)
     free = itertools.count(1)
     blocks: dict[tuple[str, ...], int] = {}
-    for number in range(many):
-        tokens = shared + [f"question {number}"] * draw.randrange(1, 9)
+    for prompt_index in range(num_prompts):
+        tokens = shared + [f"question {prompt_index}"] * draw.randrange(1, 9)
         table = []
         for end in range(BLOCK, len(tokens) + BLOCK, BLOCK):
             # Prompts with a common prefix share full blocks. Other blocks belong to one prompt.
-            key = (*tokens[:end], *([] if end <= len(tokens) else [f"of {number}"]))
+            key = (*tokens[:end], *([] if end <= len(tokens) else [f"of {prompt_index}"]))
             table.append(blocks.setdefault(key, next(free)))
         table += [0] * (WIDTH - len(table))
-        made.append(Prompt(tokens, pieces, table))
-    return made
+        requests.append(Prompt(tokens, pieces, table))
+    return requests
 
 
 def run(draw: random.Random, requests: list[Prompt], aligned: bool) -> bool:
@@ -75,50 +78,52 @@ def run(draw: random.Random, requests: list[Prompt], aligned: bool) -> bool:
     Returns whether every prompt finds its own content after the cut at each step. Missing blocks cannot be written.
     """
     memory: dict[int, tuple[str, ...]] = {}
-    while active := [one for one in requests if one.computed < len(one.tokens)]:
+    while active := [prompt for prompt in requests if prompt.computed < len(prompt.tokens)]:
         shares = []
-        for one in active:
-            end = draw.randrange(one.computed, len(one.tokens)) + 1
-            for piece in one.pieces:
+        for prompt in active:
+            end = draw.randrange(prompt.computed, len(prompt.tokens)) + 1
+            for piece in prompt.pieces:
                 end = piece.end if piece.start < end < piece.end else end
-            shares.append(RequestStep(one.computed, end, one.pieces))
+            shares.append(RequestStep(prompt.computed, end, prompt.pieces))
         layout = lay_out(shares, WIDTH, BLOCK, aligned)
-        held = [one.behind(share.end, aligned) for one, share in zip(active, shares, strict=True)]
-        tables = [[held[row][column] for column in layout.columns[row]] for row in range(len(active))]
-        for row, (one, share) in enumerate(zip(active, shares, strict=True)):
-            mine = slice(layout.starts[row], layout.starts[row + 1])
-            new = one.remaining(share.end)[share.num_before :]
-            assert len(new) == share.num_queries == mine.stop - mine.start
-            for place, column, offset in zip(new, layout.column[mine], layout.offset[mine], strict=True):
+        tables_behind = [prompt.behind(share.end, aligned) for prompt, share in zip(active, shares, strict=True)]
+        tables = [[tables_behind[row][column] for column in layout.columns[row]] for row in range(len(active))]
+        for row, (prompt, share) in enumerate(zip(active, shares, strict=True)):
+            row_slots = slice(layout.starts[row], layout.starts[row + 1])
+            new = prompt.remaining(share.end)[share.num_before :]
+            assert len(new) == share.num_queries == row_slots.stop - row_slots.start
+            for token_index, column, offset in zip(
+                new, layout.column[row_slots], layout.offset[row_slots], strict=True
+            ):
                 slot = tables[row][column] * BLOCK + offset
-                memory[slot] = (*one.tokens[: place + 1], str(place))
-        for row, (one, share) in enumerate(zip(active, shares, strict=True)):
-            left = one.remaining(share.end)
-            assert layout.lengths[row] == len(left)
-            for index, place in enumerate(left):
-                found = memory.get(tables[row][index // BLOCK] * BLOCK + index % BLOCK)
-                if found != (*one.tokens[: place + 1], str(place)):
+                memory[slot] = (*prompt.tokens[: token_index + 1], str(token_index))
+        for row, (prompt, share) in enumerate(zip(active, shares, strict=True)):
+            remaining = prompt.remaining(share.end)
+            assert layout.lengths[row] == len(remaining)
+            for index, token_index in enumerate(remaining):
+                stored = memory.get(tables[row][index // BLOCK] * BLOCK + index % BLOCK)
+                if stored != (*prompt.tokens[: token_index + 1], str(token_index)):
                     return False
-            used = {tables[row][index // BLOCK] for index in range(len(left))}
-            assert used == {block for block in held[row] if block is not None}
-            one.computed = share.end
+            used = {tables[row][index // BLOCK] for index in range(len(remaining))}
+            assert used == {block for block in tables_behind[row] if block is not None}
+            prompt.computed = share.end
     return True
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_each_prompt_reads_its_own_tokens(seed: int) -> None:
     draw = random.Random(seed)
-    assert run(draw, prompts(draw, True, 3), True)
-    assert run(draw, prompts(draw, False, 1), False)
+    assert run(draw, draw_prompts(draw, True, 3), True)
+    assert run(draw, draw_prompts(draw, False, 1), False)
 
 
 def test_packed_tokens_overwrite_shared_blocks() -> None:
     """The reason for complete blocks: with packed tokens concurrent prompts overwrite each other."""
-    spoilt = 0
+    num_overwritten = 0
     for seed in range(40):
         draw = random.Random(seed)
-        spoilt += not run(draw, prompts(draw, False, 3), False)
-    assert spoilt > 20
+        num_overwritten += not run(draw, draw_prompts(draw, False, 3), False)
+    assert num_overwritten > 20
 
 
 def test_text_after_an_image_keeps_its_slot() -> None:
@@ -134,12 +139,12 @@ def test_number_of_kept_tokens() -> None:
         for count in range(1, 200):
             for keep in (0.1, 0.25, 0.6, 1.0, 5):
                 setting = parse_setting(DART | {"keep": keep})
-                wanted = count_requested(setting, count)
+                requested = count_requested(setting, count)
                 expected = count
-                while expected - block >= max(wanted, block):
+                while expected - block >= max(requested, block):
                     expected -= block
                 assert count_kept(setting, count, block) == expected
-                assert count_kept(setting, count, None) == wanted
+                assert count_kept(setting, count, None) == requested
     assert count_kept(parse_setting({"off": True}), 100, 16) == 100
 
 
@@ -150,18 +155,19 @@ def test_split_image_raises() -> None:
             _ = RequestStep(computed, end, [piece]).cut_pieces
 
 
-def feature(offset: int, length: int) -> Any:
+def create_feature(offset: int, length: int) -> Any:
     return SimpleNamespace(mm_position=PlaceholderRange(offset, length), modality="image")
 
 
 def test_cache_hits_end_before_images() -> None:
-    features = [feature(6, 10), feature(17, 13), feature(40, 4)]
+    features = [create_feature(6, 10), create_feature(17, 13), create_feature(40, 4)]
     ends = {hit: shorten_hit(hit, features, BLOCK) for hit in range(0, 60, BLOCK)}
-    # A hit of 20 ends in the second image, whose block begins in the first one, which begins in the second block.
+    # A hit of 20 ends in the second image, whose first block also has tokens of the first image. That image starts in
+    # the second block.
     assert ends == {0: 0, 4: 4, 8: 4, 12: 4, 16: 16, 20: 16, 24: 16, 28: 16, 32: 32, 36: 36, 40: 40, 44: 44, 48: 48} | {
         52: 52, 56: 56
     }  # fmt: skip
-    assert shorten_hit(8, [feature(6, 4), feature(2, 3)], BLOCK) == 0
+    assert shorten_hit(8, [create_feature(6, 4), create_feature(2, 3)], BLOCK) == 0
 
 
 class Base:
@@ -175,16 +181,26 @@ class Base:
 
 
 class Fake(WholeImages, Base):
-    def __init__(self, whole: bool) -> None:
-        self._whole_prompts = whole
+    def __init__(self, whole_prompts: bool) -> None:
+        self._whole_prompts = whole_prompts
 
 
 def test_chunks_end_before_images() -> None:
-    request = SimpleNamespace(mm_features=[feature(6, 10)])
+    request = SimpleNamespace(mm_features=[create_feature(6, 10)])
     fake = Fake(False)
-    for computed, asked, given in ((0, 5, 5), (0, 6, 6), (0, 9, 6), (0, 16, 16), (2, 9, 4), (6, 3, 0), (6, 10, 10)):
-        assert fake._try_schedule_encoder_inputs(request, computed, asked, 9, shift_computed_tokens=0)[1] == given
-    whole = Fake(True)
-    assert whole._try_schedule_encoder_inputs(request, 0, 20, 9) == ([0], 20, 8, [1], [2])
-    whole.stop = 6
-    assert whole._try_schedule_encoder_inputs(request, 0, 20, 9) == ([], 0, 9, [], [])
+    for computed, requested, scheduled in (
+        (0, 5, 5),
+        (0, 6, 6),
+        (0, 9, 6),
+        (0, 16, 16),
+        (2, 9, 4),
+        (6, 3, 0),
+        (6, 10, 10),
+    ):
+        assert (
+            fake._try_schedule_encoder_inputs(request, computed, requested, 9, shift_computed_tokens=0)[1] == scheduled
+        )
+    unsplit = Fake(True)
+    assert unsplit._try_schedule_encoder_inputs(request, 0, 20, 9) == ([0], 20, 8, [1], [2])
+    unsplit.stop = 6
+    assert unsplit._try_schedule_encoder_inputs(request, 0, 20, 9) == ([], 0, 9, [], [])

@@ -103,7 +103,7 @@ def engine_config(folder: Path, setting: Any, **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def good(folder: Any) -> Any:
+def supported_config(folder: Any) -> Any:
     return engine_config(folder("llava_deep"), DART)
 
 
@@ -111,11 +111,11 @@ def test_all_hooks_exist() -> None:
     assert missing_hooks("in_llm_engine", "in_llm_worker", "free_kv") == []
 
 
-def test_supported_server_gets_the_scheduler(good: Any) -> None:
+def test_supported_server_gets_the_scheduler(supported_config: Any) -> None:
     from tokenprune.integrations.vllm.in_llm.scheduler import InLLMScheduler
 
-    assert good.scheduler_config.get_scheduler_cls() is InLLMScheduler
-    limits.check_engine(good, parse_setting(DART))
+    assert supported_config.scheduler_config.get_scheduler_cls() is InLLMScheduler
+    limits.check_engine(supported_config, parse_setting(DART))
     assert limits.SCHEDULERS[True].endswith("AsyncInLLMScheduler")
 
 
@@ -160,18 +160,20 @@ def test_unsupported_options_stop_the_server(folder: Any, setting: Any, options:
         ("cache_config", "kv_cache_dtype_skip_layers", ["0"], "--kv-cache-dtype-skip-layers"),
     ],
 )
-def test_unsupported_options_raise(good: Any, monkeypatch: Any, part: str, name: str, value: Any, says: str) -> None:
+def test_unsupported_options_raise(
+    supported_config: Any, monkeypatch: Any, part: str, name: str, value: Any, says: str
+) -> None:
     """Options that vLLM's CPU build does not accept."""
-    monkeypatch.setattr(getattr(good, part) if part else good, name, value)
+    monkeypatch.setattr(getattr(supported_config, part) if part else supported_config, name, value)
     with pytest.raises(UnsupportedSetupError, match=says):
-        limits.check_engine(good, parse_setting(DART), free_kv=True)
+        limits.check_engine(supported_config, parse_setting(DART), free_kv=True)
 
 
-def test_other_model_runner_raises(good: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_model_runner_raises(supported_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # vLLM reads its environment once in a process.
-    monkeypatch.setattr(type(good), "use_v2_model_runner", True)
+    monkeypatch.setattr(type(supported_config), "use_v2_model_runner", True)
     with pytest.raises(UnsupportedSetupError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        limits.check_engine(good, parse_setting(DART))
+        limits.check_engine(supported_config, parse_setting(DART))
 
 
 def test_other_families_raise(folder: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoints import photo
-from conftest import DIVPRUNE, Engine, same
+from conftest import DIVPRUNE, Engine, check_same
 from front_end import config
 from internvl_chat import ChatReference, write
 from tokenprune import OptionError, UnsupportedSetupError
@@ -29,7 +29,7 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module")
-def written(folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat_folder(folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(folder("internvl"), tmp_path_factory.mktemp("internvl_chat"))
 
 
@@ -38,7 +38,7 @@ def prompt(images: int) -> str:
 
 
 def test_tower_is_read_and_merges(
-    start: Callable[..., Engine], folder: Any, reference: Any, written: Path, tmp_path: Path
+    start: Callable[..., Engine], folder: Any, reference: Any, chat_folder: Path, tmp_path: Path
 ) -> None:
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
@@ -46,27 +46,28 @@ def test_tower_is_read_and_merges(
     Thresholds({0.5: torch.tensor([0.9, 0.5, 1.0])}, Tower(1, 0, 3, 3, tower, 4).fingerprint, 1).save(path)
     dymu = {"method": "dymu", "keep": 0.5, "exact": True, "thresholds": str(path)}
     profiles = {"profiles": {"dymu": dymu}}  # a request cannot name a file
-    engine = start("internvl", DIVPRUNE | profiles, checkpoint=written, trust_remote_code=True)
-    theirs = ChatReference(folder("internvl"), MULTIMODAL_REGISTRY.create_processor(engine.llm.model_config))
-    asked = []
-    for number, setting in enumerate([*SETTINGS, dymu]):
-        count = 1 + number % 3
-        asked.append((prompt(count), [photo(*SIZES[(number + i) % 3], seed=number + i) for i in range(count)], setting))
+    engine = start("internvl", DIVPRUNE | profiles, checkpoint=chat_folder, trust_remote_code=True)
+    chat_reference = ChatReference(folder("internvl"), MULTIMODAL_REGISTRY.create_processor(engine.llm.model_config))
+    cases = []
+    for index, setting in enumerate([*SETTINGS, dymu]):
+        count = 1 + index % 3
+        cases.append((prompt(count), [photo(*SIZES[(index + i) % 3], seed=index + i) for i in range(count)], setting))
     requests = [
-        engine.request(text, images, {"profile": "dymu"} if one is dymu else one) for text, images, one in asked
+        engine.request(text, images, {"profile": "dymu"} if override is dymu else override)
+        for text, images, override in cases
     ]
     outputs = engine.generate(requests)
-    for (text, images, setting), output in zip(asked, outputs, strict=True):
+    for (text, images, setting), output in zip(cases, outputs, strict=True):
         try:
-            same(output, *theirs.greedy(text, images, 6, None if "off" in setting else setting))
+            check_same(output, *chat_reference.greedy(text, images, 6, None if "off" in setting else setting))
         except AssertionError as error:
             raise AssertionError(f"{setting}: {error}") from error
     with pytest.raises(OptionError, match="block 17 does not exist"):
-        engine.generate([engine.request(prompt(1), asked[0][1], VSCAN | {"local_layer": 17})])
+        engine.generate([engine.request(prompt(1), cases[0][1], VSCAN | {"local_layer": 17})])
 
 
 def test_first_checkpoints_raise(folder: Any, tmp_path: Path) -> None:
-    """Their tokens are in column order."""
+    """Tokens of the first checkpoints are in column order."""
     first = write(folder("internvl"), tmp_path, ps_version="v1")
     for setting, says in (
         (VSCAN, "cannot be traced to visual tokens.*divprune"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi-VL, whose language model does not run on a CPU: values of vLLM's tower, against plain loops."""
+"""Kimi-VL, whose language model does not run on a CPU: values of vLLM's tower match plain loops."""
 
 from __future__ import annotations
 
@@ -46,34 +46,34 @@ def stub(start: Callable[..., Engine]) -> Any:
     )  # fmt: skip
     with set_current_vllm_config(engine.llm.llm_engine.vllm_config), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = Stub(vision).float().eval()
-        for p in made.parameters():
+        model = Stub(vision).float().eval()
+        for p in model.parameters():
             p.data.normal_(std=1.2 / math.sqrt(p[0].numel())) if p.dim() > 1 else p.data.normal_(1.0, 0.1)
-        for module in made.modules():
+        for module in model.modules():
             if hasattr(module, "quant_method"):  # as the loader does
                 module.quant_method.process_weights_after_loading(module)
-        yield made
+        yield model
 
 
 @torch.no_grad()
-def received(tower: Any, pixels: Tensor, grid: tuple[int, int]) -> list[Tensor]:
+def compute_received_attention(tower: Any, pixels: Tensor, grid: tuple[int, int]) -> list[Tensor]:
     """Return the received attention of one image's patches in each block, shape (patches, heads)."""
     from vllm.model_executor.models.moonvit import apply_rope
 
-    found = []
+    attention = []
 
-    def look(block: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def record(block: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         x = block.norm0(args[0])
         query, key, _ = block.wqkv(x)[0].view(len(x), 3, HEADS, -1).unbind(1)
         query, key = apply_rope(query, key, kwargs["rope_freqs_cis"])
         logits = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
-        found.append(logits.softmax(-1).mean(1).T)
+        attention.append(logits.softmax(-1).mean(1).T)
 
-    handles = [block.register_forward_pre_hook(look, with_kwargs=True) for block in tower.encoder.blocks]
+    handles = [block.register_forward_pre_hook(record, with_kwargs=True) for block in tower.encoder.blocks]
     tower(pixels, torch.tensor([grid]))
     for handle in handles:
         handle.remove()
-    return found
+    return attention
 
 
 @torch.no_grad()
@@ -86,11 +86,11 @@ def test_tower_values_match_loops(stub: Any) -> None:
     pixels = torch.randn(sum(sizes), 3, 14, 14, generator=torch.Generator().manual_seed(1))
     kwargs = {"pixel_values": pixels, "image_grid_hws": torch.tensor(GRIDS)}
     method, reader = tokenprune.method("vscan", stage2=False), TowerReader(stub)
-    with reader.observe([method], kwargs, "image") as seen, set_current_vllm_config(VllmConfig()):
-        features = [one.flatten(1) for one in stub.vision_tower(pixels, torch.tensor(GRIDS))]
-    for index, (grid, own) in enumerate(zip(GRIDS, pixels.split(sizes), strict=True)):
-        encoded = reader.get_values(method, seen, index, features, kwargs, "image")
-        blocks = received(stub.vision_tower, own, grid)
+    with reader.observe([method], kwargs, "image") as captured, set_current_vllm_config(VllmConfig()):
+        features = [output.flatten(1) for output in stub.vision_tower(pixels, torch.tensor(GRIDS))]
+    for index, (grid, image_pixels) in enumerate(zip(GRIDS, pixels.split(sizes), strict=True)):
+        encoded = reader.get_values(method, captured, index, features, kwargs, "image")
+        blocks = compute_received_attention(stub.vision_tower, image_pixels, grid)
         assert len(encoded.values) == 2
         for (_, layer), values in encoded.values.items():
             block = blocks[math.ceil(layer * LAYERS) - 1 if isinstance(layer, float) else layer]
@@ -98,16 +98,16 @@ def test_tower_values_match_loops(stub: Any) -> None:
                 [(2 * row + i) * grid[1] + 2 * column + j for i in range(2) for j in range(2)]
                 for row in range(grid[0] // 2) for column in range(grid[1] // 2)
             ]  # fmt: skip
-            wanted = torch.stack([block[square].mean(0) for square in squares])
-            torch.testing.assert_close(values, wanted, atol=1e-5, rtol=1e-4)
+            expected = torch.stack([block[square].mean(0) for square in squares])
+            torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-4)
         rows = encoded.tokens.cells[:, 1].max() + 1, encoded.tokens.cells[:, 2].max() + 1
         assert rows == (grid[0] // 2, grid[1] // 2)
 
 
 def test_server_accepts_methods_that_read_the_tower(tmp_path: Any) -> None:
-    (paper,) = (one for one in PAPERS if one.kind == "kimi_vl")
+    (paper,) = (candidate for candidate in PAPERS if candidate.kind == "kimi_vl")
     folder = paper.write(tmp_path)
-    made = config(folder, VSCAN, trust_remote_code=True)
-    assert made.multimodal_config.tokenprune["method"] == "vscan"
+    model_config = config(folder, VSCAN, trust_remote_code=True)
+    assert model_config.multimodal_config.tokenprune["method"] == "vscan"
     with pytest.raises(UnsupportedSetupError, match=r"merges inside the vision tower.*after the tower"):
         config(folder, {"method": "tome", "keep": 0.5}, trust_remote_code=True)

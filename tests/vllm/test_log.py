@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of requests and selections, without a server; see test_profiles.py for what a server writes."""
+"""The log of requests and selections, without a server; test_profiles.py tests the log of a server."""
 
 from __future__ import annotations
 
@@ -27,61 +27,61 @@ SETTING = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}, "ocr": {"off": True}}
 CPU = torch.device("cpu")
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """Return what was logged since the last call, without the times."""
-    found = [json.loads(one.getMessage()) for one in caplog.records if one.name == log.NAME]
-    assert [one.tokenprune for one in caplog.records if one.name == log.NAME] == found
+def read_events(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """Return the events that were logged since the last call, without their times."""
+    events = [json.loads(record.getMessage()) for record in caplog.records if record.name == log.NAME]
+    assert [record.tokenprune for record in caplog.records if record.name == log.NAME] == events
     caplog.clear()
-    for one in found:
-        assert datetime.fromisoformat(one.pop("time")).utcoffset() is not None
-    return found
+    for event in events:
+        assert datetime.fromisoformat(event.pop("time")).utcoffset() is not None
+    return events
 
 
 def test_requests_and_refusals(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
-    """One line for each, the same where the cache has the images; none while memory is measured."""
+    """One line per request or refusal, the same for cached images, and no line while memory is measured."""
     front = FrontEnd(folder, "qwen2_5_vl", SETTING | {"log": "json"}, "logging")
     ask = front.count
-    lines(caplog)
+    read_events(caplog)
     front.processor.get_dummy_mm_inputs({"image": 1})
-    assert lines(caplog) == []
+    assert read_events(caplog) == []
     full = {count: ask(count, {"profile": "ocr"}) for count in (1, 2)}
-    assert lines(caplog) == [
+    assert read_events(caplog) == [
         {"event": "request", "profile": "ocr", "by": "key", "method": "off", "keep": 1.0, "images": count, "videos": 0,
          "tokens_in": full[count], "tokens_out": full[count]}
         for count in (1, 2)
     ]  # fmt: skip
-    asked = [(None, "default", 0.25), ({"profile": "fast"}, "fast", 0.11), ({"keep": 5}, "request", 5)]
-    for one, profile, keep in 2 * asked:
-        by = "default" if one is None else "key"
-        left = ask(2, one)
-        assert lines(caplog) == [
+    cases = [(None, "default", 0.25), ({"profile": "fast"}, "fast", 0.11), ({"keep": 5}, "request", 5)]
+    for override, profile, keep in 2 * cases:
+        by = "default" if override is None else "key"
+        num_kept = ask(2, override)
+        assert read_events(caplog) == [
             {"event": "request", "profile": profile, "by": by, "method": "divprune", "keep": keep,
-             "images": 2, "videos": 0, "tokens_in": full[2], "tokens_out": left}
+             "images": 2, "videos": 0, "tokens_in": full[2], "tokens_out": num_kept}
         ]  # fmt: skip
     ask(1, {"method": ["downsample", "divprune"], "keep": [0.5, 0.5]})
-    (line,) = lines(caplog)
+    (line,) = read_events(caplog)
     assert (line["method"], line["keep"]) == ("downsample+divprune", 0.25)
     assert line["tokens_in"] == full[1] > line["tokens_out"]
 
     secret = "/etc/passwd my\nquestion"
     refused = [({"profile": secret}, "profile"), ({"method": "uniform"}, "limit"), ({"method": secret}, "setting")]
-    for one, reason in refused:
+    for override, reason in refused:
         with pytest.raises(TokenPruneError):
-            ask(1, one)
-        assert lines(caplog) == [{"event": "refusal", "reason": reason}]
+            ask(1, override)
+        assert read_events(caplog) == [{"event": "refusal", "reason": reason}]
     with pytest.raises(OptionError):
         ask(1, prompt=front.checkpoint.prompt(2))
-    assert lines(caplog) == [{"event": "refusal", "reason": "input"}]
+    assert read_events(caplog) == [{"event": "refusal", "reason": "input"}]
 
 
-def test_nothing_is_logged_unless_asked_for(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_log_is_off_by_default(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     front = FrontEnd(folder, "qwen2_5_vl", SETTING)
     front.ask(1)
     with pytest.raises(OptionError, match="does not exist"):
         front.ask(1, {"profile": "fsat"})
-    with Clock.from_config(worker(front.model_config)).timing("divprune", CPU):
+    with Clock.from_config(create_worker_config(front.model_config)).timing("divprune", CPU):
         pass
-    assert lines(caplog) == []
+    assert read_events(caplog) == []
 
 
 def test_bad_values_stop_the_server(folder: Callable[[str], Path]) -> None:
@@ -92,7 +92,7 @@ def test_bad_values_stop_the_server(folder: Callable[[str], Path]) -> None:
         config(folder("llava"), DIVPRUNE | {"profiles": {"fast": {"keep": 0.11, "log": "json"}}})
 
 
-def worker(model_config: Any, rank: int = 0) -> Any:
+def create_worker_config(model_config: Any, rank: int = 0) -> Any:
     return SimpleNamespace(model_config=model_config, parallel_config=SimpleNamespace(rank=rank))
 
 
@@ -100,23 +100,23 @@ def test_selections(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixt
     model_config = config(folder("llava"), {"off": True, "log": "json"})
     seconds = Path(getattr(model_config.multimodal_config, METRICS_FOLDER))
     item = {"keep": 0.25, "modality": "video", "tokens_in": 36, "tokens_out": 9}
-    for rank, place in ((0, seconds), (0, seconds / "elsewhere"), (1, seconds)):
-        setattr(model_config.multimodal_config, METRICS_FOLDER, str(place))
-        lines(caplog)
-        with Clock.from_config(worker(model_config, rank)).timing("evs", CPU, item):
+    for rank, folder_path in ((0, seconds), (0, seconds / "elsewhere"), (1, seconds)):
+        setattr(model_config.multimodal_config, METRICS_FOLDER, str(folder_path))
+        read_events(caplog)
+        with Clock.from_config(create_worker_config(model_config, rank)).timing("evs", CPU, item):
             torch.zeros(9)
-        found = lines(caplog)
+        events = read_events(caplog)
         if rank:
-            assert found == []
+            assert events == []
         else:
-            assert 0 <= found[0].pop("ms") < 1000
-            assert found == [{"event": "selection", "method": "evs"} | item]
+            assert 0 <= events[0].pop("ms") < 1000
+            assert events == [{"event": "selection", "method": "evs"} | item]
     (file,) = seconds.iterdir()
     assert json.loads(file.read_bytes())["evs"][1] == 1
 
 
 @pytest.mark.parametrize(
-    ("in_engine", "asked"),
+    ("in_engine", "request_id"),
     [
         ("chatcmpl-9ba953e5593f4a64-0a1b2c3d", "9ba953e5593f4a64"),
         ("1_chatcmpl-mine.1-0a1b2c3d", "mine.1"),  # the second of two answers
@@ -127,8 +127,8 @@ def test_selections(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixt
         ("7", "7"),
     ],
 )
-def test_a_selection_has_the_id_of_its_request(in_engine: str, asked: str) -> None:
-    assert log.get_request_id(in_engine) == asked
+def test_a_selection_has_the_id_of_its_request(in_engine: str, request_id: str) -> None:
+    assert log.get_request_id(in_engine) == request_id
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_onevision"])
@@ -136,25 +136,31 @@ def test_selections_name_their_requests(
     start: Callable[..., Engine], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     engine, checkpoint = start(name, DIVPRUNE | {"log": "json"}), CHECKPOINTS[name]
-    lines(caplog)
-    drawn = iter([checkpoint.images(1, seed=40 + seed)[0] for seed in range(6)])
-    images = [[next(drawn) for _ in range(count)] for count in (1, 3, 2)]
-    asked = [engine.request(checkpoint.prompt(len(some), "what? "), some) for some in images]
-    answers = engine.generate(asked, 1)
-    found = [one["request"] for one in lines(caplog) if one["event"] == "selection"]
-    assert sorted(found) == sorted(one.request_id for one, some in zip(answers, images, strict=True) for _ in some)
-    engine.generate(asked, 1)
-    assert not [one for one in lines(caplog) if one["event"] == "selection"]
+    read_events(caplog)
+    new_images = iter([checkpoint.images(1, seed=40 + seed)[0] for seed in range(6)])
+    images = [[next(new_images) for _ in range(count)] for count in (1, 3, 2)]
+    requests = [
+        engine.request(checkpoint.prompt(len(request_images), "what? "), request_images) for request_images in images
+    ]
+    answers = engine.generate(requests, 1)
+    request_ids = [event["request"] for event in read_events(caplog) if event["event"] == "selection"]
+    assert sorted(request_ids) == sorted(
+        answer.request_id for answer, request_images in zip(answers, images, strict=True) for _ in request_images
+    )
+    engine.generate(requests, 1)
+    assert not [event for event in read_events(caplog) if event["event"] == "selection"]
 
 
-def as_unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep our lines from the handlers that pytest puts at the root when a test begins."""
+def isolate_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep log lines from the handlers that pytest adds to the root logger."""
     monkeypatch.setattr(logging.getLogger("tokenprune"), "propagate", False)
     log._stderr.cache_clear()
 
 
-def test_lines_go_to_stderr_bare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    as_unconfigured(monkeypatch)
+def test_lines_go_to_stderr_without_a_prefix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    isolate_logger(monkeypatch)
     log.log_event("request", method="divprune", tokens_in=36)
     out, err = capsys.readouterr()
     assert out == "" and err.endswith("\n") and err.count("\n") == 1
@@ -165,8 +171,8 @@ def test_lines_go_to_stderr_bare(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_operators_configure_the_logger(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """As by vLLM's VLLM_LOGGING_CONFIG_PATH: to a file of their own, with their form; or off."""
-    as_unconfigured(monkeypatch)
+    """The logger can write to a file with a custom format, or be off, as with vLLM's VLLM_LOGGING_CONFIG_PATH."""
+    isolate_logger(monkeypatch)
     above = logging.getLogger("tokenprune")
     file = {"class": "logging.FileHandler", "filename": str(tmp_path / "log"), "formatter": "own"}
     form = {"format": "%(levelname)s %(name)s %(message)s"}

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from checkpoints import CHECKPOINTS
-from conftest import ALL, Engine, same
-from test_pixels import processor, written
+from conftest import ALL, Engine, check_same
+from test_pixels import process_prompt, processor
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.integrations.vllm import compat, plugin
 from tokenprune.integrations.vllm.settings.rules import LimitError
@@ -40,7 +40,7 @@ def jpeg(height: int = 448, width: int = 560, seed: int = 0) -> bytes:
 
 
 def fetch(model_config: Any, data: bytes, override: Any = None) -> Any:
-    """An image as the chat endpoint fetches it for a request with this setting."""
+    """Return an image as the chat endpoint fetches it for a request with this setting."""
     from vllm.renderers.chat_utils import MultiModalContentParser
 
     tracker = SimpleNamespace(
@@ -56,39 +56,39 @@ def engine(start: Callable[..., Engine]) -> Engine:
     return start("qwen2_5_vl", SETTING)
 
 
-def ask(engine: Engine, number: int, scaled: bool = True) -> dict[str, Any]:
-    override, data = OVERRIDES[number % len(OVERRIDES)], jpeg(seed=number % 3)
+def ask(engine: Engine, index: int, scaled: bool = True) -> dict[str, Any]:
+    override, data = OVERRIDES[index % len(OVERRIDES)], jpeg(seed=index % 3)
     image = fetch(engine.llm.model_config, data, override) if scaled else Image.open(io.BytesIO(data)).convert("RGB")
     return engine.request(engine.checkpoint.prompt(1), [image], override)
 
 
-def test_a_hundred_mixed_requests_equal_the_same_alone(engine: Engine) -> None:
+def test_a_hundred_mixed_requests_match_single_requests(engine: Engine) -> None:
     engine.forget()
-    together = engine.generate([ask(engine, number) for number in range(100)])
+    batched = engine.generate([ask(engine, index) for index in range(100)])
     engine.forget()
-    for number, expected in enumerate(together[:15]):
-        (output,) = engine.generate([ask(engine, number)])
+    for index, expected in enumerate(batched[:15]):
+        (output,) = engine.generate([ask(engine, index)])
         assert output.prompt_token_ids == expected.prompt_token_ids
-    for number, output in enumerate(together):
-        first = together[number % 15]
+    for index, output in enumerate(batched):
+        first = batched[index % 15]
         assert output.prompt_token_ids == first.prompt_token_ids
         assert output.outputs[0].token_ids == first.outputs[0].token_ids
 
 
-def test_the_prompt_is_that_of_a_complete_image(engine: Engine, reference: Any) -> None:
-    """And without a budget the answer is bit for bit that of an image that vLLM decodes itself."""
-    theirs, prompt = reference("qwen2_5_vl"), engine.checkpoint.prompt(1)
-    for number in range(len(OVERRIDES)):
+def test_prompt_matches_the_complete_image(engine: Engine, reference: Any) -> None:
+    """For "off", the answer equals the reference's answer for the complete image."""
+    reference_model, prompt = reference("qwen2_5_vl"), engine.checkpoint.prompt(1)
+    for index in range(len(OVERRIDES)):
         engine.forget()
-        (scaled,) = engine.generate([ask(engine, number)])
+        (scaled,) = engine.generate([ask(engine, index)])
         engine.forget()
-        (plain,) = engine.generate([ask(engine, number, scaled=False)])
+        (plain,) = engine.generate([ask(engine, index, scaled=False)])
         assert scaled.prompt_token_ids == plain.prompt_token_ids
-        if OVERRIDES[number].get("off"):
-            tokens, logprobs = theirs.greedy(
-                prompt, [Image.open(io.BytesIO(jpeg(seed=number % 3)))], len(plain.outputs[0].token_ids), None
+        if OVERRIDES[index].get("off"):
+            tokens, logprobs = reference_model.greedy(
+                prompt, [Image.open(io.BytesIO(jpeg(seed=index % 3)))], len(plain.outputs[0].token_ids), None
             )
-            same(scaled, tokens, logprobs)
+            check_same(scaled, tokens, logprobs)
 
 
 def test_scales_and_cache_keys(engine: Engine) -> None:
@@ -97,28 +97,28 @@ def test_scales_and_cache_keys(engine: Engine) -> None:
     config, data = engine.llm.model_config, jpeg()
     images = [fetch(config, data, override) for override in OVERRIDES]
     assert [image.size for image in images] == [(140, 112), (560, 448), (280, 224), (70, 56), (140, 112)]
-    made = MULTIMODAL_REGISTRY.create_processor(config)
+    mm_processor = MULTIMODAL_REGISTRY.create_processor(config)
     keys = []
     for image, override in zip(images, OVERRIDES, strict=True):
-        items = made.info.parse_mm_data({"image": [image]})
-        result = made(engine.checkpoint.prompt(1), items, hf_processor_mm_kwargs={"tokenprune": override})
+        items = mm_processor.info.parse_mm_data({"image": [image]})
+        result = mm_processor(engine.checkpoint.prompt(1), items, hf_processor_mm_kwargs={"tokenprune": override})
         keys += result["mm_hashes"]["image"]
     assert len(set(keys)) == len(keys)
 
 
 def test_an_image_decoded_for_another_setting_is_decoded_again(engine: Engine) -> None:
-    """As when the load of the server changes the profile after the image was read."""
+    """The server's load may change the profile after the image was decoded."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     config, data = engine.llm.model_config, jpeg()
-    made = MULTIMODAL_REGISTRY.create_processor(config)
+    mm_processor = MULTIMODAL_REGISTRY.create_processor(config)
     prompt = engine.checkpoint.prompt(1)
     for override in OVERRIDES:
         right, wrong = fetch(config, data, override), fetch(config, data, {"max_visual_tokens": 1})
         pixels = []
         for image in (right, wrong):
-            items = made.info.parse_mm_data({"image": [image]})
-            result = made(prompt, items, hf_processor_mm_kwargs={"tokenprune": override})
+            items = mm_processor.info.parse_mm_data({"image": [image]})
+            result = mm_processor(prompt, items, hf_processor_mm_kwargs={"tokenprune": override})
             pixels.append(result["mm_kwargs"]["image"][0]["pixel_values"].data)
         assert pixels[0].equal(pixels[1])
 
@@ -130,7 +130,7 @@ def test_damaged_files_are_refused_as_by_vllm(engine: Engine, damage: str) -> No
         fetch(engine.llm.model_config, data, {"max_visual_tokens": 4})
 
 
-def test_the_limit_of_pixels_holds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_of_pixels_applies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.envs as envs
 
     monkeypatch.setattr(envs, "VLLM_MAX_IMAGE_PIXELS", 1000, raising=False)
@@ -150,7 +150,7 @@ def test_other_settings_are_refused(engine: Engine) -> None:
             engine.generate([engine.request(engine.checkpoint.prompt(1), [image], override)])
 
 
-# -- without an engine: processors that limit tokens by a setting
+# -- without an engine: processors with a setting that limits tokens
 
 NATIVE = [("smolvlm", 9), ("idefics3", 9), ("internvl", 4), ("glm4v", 6)]
 
@@ -160,34 +160,34 @@ def test_the_processors_own_setting(folder: Callable[..., Any], name: str, budge
     """No image gets more placeholders than the budget, or than the processor's smallest setting."""
     import tokenprune
 
-    made, checkpoint = processor(folder(name), {"off": True}), ALL[name]
-    theirs = made.info.get_hf_processor()
+    mm_processor, checkpoint = processor(folder(name), {"off": True}), ALL[name]
+    hf_processor = mm_processor.info.get_hf_processor()
     for image in checkpoint.images(3):
         prompt = checkpoint.prompt(1)
-        full = len(written(made, prompt, [image], {"off": True}))
-        smallest = tokenprune.count_visual_tokens(theirs, 20, 20)
-        limited = written(made, prompt, [image], {"max_visual_tokens": max(budget, smallest)})
+        full = len(process_prompt(mm_processor, prompt, [image], {"off": True}))
+        smallest = tokenprune.count_visual_tokens(hf_processor, 20, 20)
+        limited = process_prompt(mm_processor, prompt, [image], {"max_visual_tokens": max(budget, smallest)})
         assert len(limited) <= full
-        assert sum(token == made.info.get_hf_config().image_token_id for token in limited) <= max(budget, smallest)
+        assert sum(token == mm_processor.info.get_hf_config().image_token_id for token in limited) <= max(
+            budget, smallest
+        )
 
 
 def test_rules_of_the_server(folder: Callable[..., Any]) -> None:
-    made = processor(folder("qwen2_5_vl"), {"method": "divprune", "keep": 0.5, "methods": ["divprune"]})
+    mm_processor = processor(folder("qwen2_5_vl"), {"method": "divprune", "keep": 0.5, "methods": ["divprune"]})
     prompt, images = CHECKPOINTS["qwen2_5_vl"].prompt(1), CHECKPOINTS["qwen2_5_vl"].images(1)
     with pytest.raises(LimitError, match="does not allow downsample"):
-        written(made, prompt, images, {"max_visual_tokens": 4})
+        process_prompt(mm_processor, prompt, images, {"max_visual_tokens": 4})
 
 
-def test_a_line_where_the_hook_is_missing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_hook_logs_a_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(compat.HOOKS, "media", {"vllm.multimodal.media:NO_SUCH_REGISTRY": ""})
     with caplog.at_level(logging.WARNING):
         plugin._decode_small()
     assert [record.message for record in caplog.records if "full size" in record.message]
 
 
-def test_a_line_where_messages_are_parsed_in_another_way(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_message_parser_logs_a_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
     from tokenprune.integrations.vllm.frontend import media

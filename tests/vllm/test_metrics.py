@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counters of visual tokens, without a server; see test_server.py for what a client reads at /metrics."""
+"""Counters of visual tokens, without a server; test_server.py reads them at /metrics."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ def test_requests_are_counted(folder: Callable[[str], Path], name: str) -> None:
     images = photos(front.checkpoint)[1:]
 
     def ask(override: dict[str, Any] | None = None) -> tuple[int, tuple[float, ...]]:
-        """Placeholders of the prompt, and what is counted."""
+        """Return the number of placeholders in the prompt, and the counted tokens."""
         before = sum_stages(TOTAL, name)
         placeholders = front.count(images, override)
         return placeholders, tuple(value - before[stage] for stage, value in sum_stages(TOTAL, name).items())
 
-    whole, sums = ask({"off": True})
-    assert sums == (whole, whole)
+    unpruned, sums = ask({"off": True})
+    assert sums == (unpruned, unpruned)
     for _ in range(2):
-        left, sums = ask()
-        # Where line breaks travel among an image's rows (Mistral 3), placeholders stand for them too.
-        assert sums[0] == whole and sums[1] <= left and sums[1] == pytest.approx(whole / 4, abs=2)
+        num_kept, sums = ask()
+        # Line breaks among an image's rows (Mistral 3) have placeholders, too.
+        assert sums[0] == unpruned and sums[1] <= num_kept and sums[1] == pytest.approx(unpruned / 4, abs=2)
     if name != "internvl":
         for method in ("downsample", ["downsample", "uniform"]):
-            left, sums = ask({"method": method, "keep": 0.5})
-            assert sums[0] == whole and sums[1] <= left < whole
+            num_kept, sums = ask({"method": method, "keep": 0.5})
+            assert sums[0] == unpruned and sums[1] <= num_kept < unpruned
     before = samples(TOTAL, name)
     front.processor.get_dummy_mm_inputs({"image": 1})
     assert samples(TOTAL, name) == before
-    asked = {("off", "1"): 1, ("divprune", "0.25"): 2}
+    num_requests = {("off", "1"): 1, ("divprune", "0.25"): 2}
     if name != "internvl":
-        asked |= {("downsample", "0.5"): 1, ("downsample+uniform", "0.25"): 1}
-    assert set(samples(TOTAL, name)) == {(keep, method, stage) for method, keep in asked for stage in ("in", "out")}
+        num_requests |= {("downsample", "0.5"): 1, ("downsample+uniform", "0.25"): 1}
+    assert set(samples(TOTAL, name)) == {
+        (keep, method, stage) for method, keep in num_requests for stage in ("in", "out")
+    }
     requests = samples("tokenprune:requests_total", name)
-    assert requests == {("key", "request"): sum(asked.values()) - 2, ("default", "default"): 2}
+    assert requests == {("key", "request"): sum(num_requests.values()) - 2, ("default", "default"): 2}
 
 
 def test_refusals_are_counted_by_reason(folder: Callable[[str], Path]) -> None:
@@ -62,9 +64,9 @@ def test_refusals_are_counted_by_reason(folder: Callable[[str], Path]) -> None:
     assert front.count(1, {"profile": "fast"}) < front.count(1, {}) < front.count(1, {"off": True})
     assert front.ask(1, {"profile": "fast"}) == front.ask(1, {"keep": 0.11})
     refused = [{"profile": "fsat"}, {"keep": 0.09}, {"profile": "fast", "keep": 0.09}, {"method": "divprun"}, [1]]
-    for asked in refused:
+    for override in refused:
         with pytest.raises(ValueError):
-            front.ask(1, asked)
+            front.ask(1, override)
     with pytest.raises(OptionError, match="2 image placeholders"):
         front.ask(1, {}, front.checkpoint.prompt(2))
     assert samples("tokenprune:refusals_total", "refusing") == {
@@ -75,8 +77,8 @@ def test_refusals_are_counted_by_reason(folder: Callable[[str], Path]) -> None:
     }  # fmt: skip
 
 
-def test_workers_say_how_long_they_chose(tmp_path: Path) -> None:
-    """By method, from two processes that end in between; a folder of another machine is no error."""
+def test_selection_times_are_counted(tmp_path: Path) -> None:
+    """Counts by method, from two processes that end in between. A folder of another machine is not an error."""
     model_config = SimpleNamespace(served_model_name="timed", multimodal_config=SimpleNamespace())
     worker_metrics.create_worker_folder(model_config)
     folder = getattr(model_config.multimodal_config, METRICS_FOLDER)
@@ -100,7 +102,7 @@ def test_workers_say_how_long_they_chose(tmp_path: Path) -> None:
 
 
 def test_several_processes_are_added_up(tmp_path: Path) -> None:
-    """As vLLM's API servers do it."""
+    """vLLM's API servers are such processes."""
     code = (
         "from types import SimpleNamespace; from tokenprune.integrations.vllm.frontend import metrics; "
         "metrics.add_visual_tokens(SimpleNamespace(served_model_name='m'), ('pool', '0.25'), 8, 0)"
@@ -114,7 +116,7 @@ def test_several_processes_are_added_up(tmp_path: Path) -> None:
 
 
 def test_folders_of_killed_servers_are_removed(tmp_path: Path) -> None:
-    """By the next one that starts, and of servers that run, or of others, none."""
+    """The next server removes them, but keeps folders of running servers and of other programs."""
     code = (
         "import os, signal, sys, time; from types import SimpleNamespace\n"
         "from tokenprune.integrations.vllm.frontend import worker_metrics\n"
@@ -133,13 +135,13 @@ def test_folders_of_killed_servers_are_removed(tmp_path: Path) -> None:
         )
         return server, [Path(server.stdout.readline().strip()) for _ in range(2)]
 
-    killed, left = start()
+    killed, abandoned = start()
     killed.kill()
     killed.wait()
-    assert len(set(left)) == 2 and all(one.is_dir() for one in left)
+    assert len(set(abandoned)) == 2 and all(folder.is_dir() for folder in abandoned)
     first, running = start()
     second, others = start()
-    assert not any(one.exists() for one in left) and all(one.is_dir() for one in running + others)
+    assert not any(folder.exists() for folder in abandoned) and all(folder.is_dir() for folder in running + others)
     for server in (first, second):
         server.communicate("\n")
-    assert [one.name for one in tmp_path.iterdir()] == ["tokenprune-of-a-user"]
+    assert [folder.name for folder in tmp_path.iterdir()] == ["tokenprune-of-a-user"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families beside those of test_served_families.py: some in one engine each, others by what the front end writes."""
+"""Families that test_served_families.py does not cover: some in one engine each, the others in the front end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HIPRUNE = {"method": "hiprune", "keep": 0.4}
 
 @pytest.fixture(scope="module", autouse=True)
 def inspected_here() -> Iterator[None]:
-    """vLLM looks at each model class in a process of its own, which takes as long as a test."""
+    """Inspect model classes in this process. vLLM starts a process for each class, which takes as long as a test."""
     from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 
     with pytest.MonkeyPatch.context() as patch:
@@ -45,12 +45,15 @@ def inspected_here() -> Iterator[None]:
         yield
 
 
-def asked(checkpoint: Checkpoint) -> list[tuple]:
-    """Prompts, images, overrides of DIVPRUNE and videos: full, by each of two methods, and with a video."""
-    if checkpoint.most == 0:  # videos alone
+def list_cases(checkpoint: Checkpoint) -> list[tuple]:
+    """Return prompts, images, overrides of DIVPRUNE and videos: unpruned, with several methods, and with a video."""
+    if checkpoint.max_images == 0:  # only videos
         prompt = checkpoint.prompt(0, video=True)
-        return [(prompt, [], over, [checkpoint.clip()]) for over in ({"off": True}, {}, POOL, {"method": "evs"}, VSCAN)]
-    images = checkpoint.images(checkpoint.most)
+        return [
+            (prompt, [], override, [checkpoint.clip()])
+            for override in ({"off": True}, {}, POOL, {"method": "evs"}, VSCAN)
+        ]
+    images = checkpoint.images(checkpoint.max_images)
     prompt = checkpoint.prompt(len(images))
     overrides = [{"off": True}, {}, POOL] + [VSCAN, HIPRUNE] * (checkpoint.name != "aria")
     cases: list[tuple] = [(prompt, images, override) for override in overrides]
@@ -68,20 +71,21 @@ def asked(checkpoint: Checkpoint) -> list[tuple]:
     return cases
 
 
-def gap(output: Any, logprobs: torch.Tensor) -> float:
-    """How far the log-probabilities of the first token of an answer are from those of a reference, at most."""
+def measure_gap(output: Any, logprobs: torch.Tensor) -> float:
+    """Return the largest gap to the reference's log-probabilities of an answer's first token."""
     likely = output.outputs[0].logprobs[0]
-    return max(abs(found.logprob - float(logprobs[0, token])) for token, found in likely.items())
+    return max(abs(actual.logprob - float(logprobs[0, token])) for token, actual in likely.items())
 
 
 @pytest.mark.parametrize("name", MORE)
 def test_family(start: Callable[..., Engine], reference: Any, name: str) -> None:
-    checkpoint, theirs = MORE[name], reference(name)
-    limits = {"image": checkpoint.most} if checkpoint.most else {}
+    checkpoint, reference_model = MORE[name], reference(name)
+    limits = {"image": checkpoint.max_images} if checkpoint.max_images else {}
     limits |= {"video": 1} if checkpoint.video else {}
-    # M-RoPE has original positions already; of the others, decoders that test_original_positions.py does not run.
+    # M-RoPE always has original positions. The other families have decoders that test_original_positions.py does not
+    # run.
     engine = start(name, DIVPRUNE | ORIGINAL, dtype=checkpoint.dtype, limit_mm_per_prompt=limits)
-    cases = asked(checkpoint)
+    cases = list_cases(checkpoint)
     outputs = engine.generate([engine.request(*case) for case in cases])
     for case, output in zip(cases, outputs, strict=True):
         if checkpoint.dtype == "float32":
@@ -89,31 +93,33 @@ def test_family(start: Callable[..., Engine], reference: Any, name: str) -> None
             continue
         prompt, images, override, videos = (*case, ())[:4]
         setting = engine.resolve(override)
-        logprobs, unpruned = (theirs.greedy(prompt, images, 1, one, videos)[1] for one in (setting, None))
-        own = gap(output, logprobs)
-        assert own < 0.12 and (setting is None or 2 * own < gap(output, unpruned))
+        logprobs, unpruned = (
+            reference_model.greedy(prompt, images, 1, choice, videos)[1] for choice in (setting, None)
+        )
+        error = measure_gap(output, logprobs)
+        assert error < 0.12 and (setting is None or 2 * error < measure_gap(output, unpruned))
     full, kept, *_ = (len(output.prompt_token_ids) for output in outputs)
     assert full > kept
 
 
-# -- by the front end alone
+# -- in the front end
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_units_leave_where_the_table_says(name: str, folder: Any) -> None:
-    """docs/reference/families.md has the same answers; for what becomes of the units see test_tower.py."""
-    drop, asked = tokenprune.method("towerdrop", layer=1), {"method": "towerdrop", "keep": 0.4, "layer": 1}
+def test_unit_dropping_matches_the_table(name: str, folder: Any) -> None:
+    """The answers match docs/reference/families.md; test_tower.py tests the units."""
+    drop, setting = tokenprune.method("towerdrop", layer=1), {"method": "towerdrop", "keep": 0.4, "layer": 1}
     served = config(folder(name))
-    tower = served.hf_config if name == "pixtral" else None  # of LLaVA's
-    if (why := find_unsupported_reason(drop, served.architecture, Backend.VLLM, config=tower)) is None:
-        assert config(folder(name), asked).multimodal_config.tokenprune["method"] == "towerdrop"
+    tower = served.hf_config if name == "pixtral" else None  # the tower of pixtral in a LLaVA model
+    if (reason := find_unsupported_reason(drop, served.architecture, Backend.VLLM, config=tower)) is None:
+        assert config(folder(name), setting).multimodal_config.tokenprune["method"] == "towerdrop"
     else:
-        with pytest.raises(UnsupportedSetupError, match=re.escape(why)):
-            config(folder(name), asked)
+        with pytest.raises(UnsupportedSetupError, match=re.escape(reason)):
+            config(folder(name), setting)
 
 
 class KimiProcessor:
-    """Stands in for the code that comes with Kimi-VL's checkpoints."""
+    """Stand-in for the code in Kimi-VL's checkpoints."""
 
     image_token = "<image>"
     image_processor = SimpleNamespace(patch_size=14, merge_kernel_size=(2, 2), in_token_limit=4096)
@@ -121,48 +127,52 @@ class KimiProcessor:
     def __call__(self, text: Any = None, images: Any = (), **_: Any) -> BatchFeature:
         grids = [(-(-image.height // 28) * 2, -(-image.width // 28) * 2) for image in images]
         patches = sum(height * width for height, width in grids)
-        made = dict(pixel_values=torch.zeros(patches, 3, 14, 14), image_grid_hws=torch.tensor(grids))
-        return BatchFeature(made | {"input_ids": torch.zeros(1, 1, dtype=torch.long)})
+        fields = dict(pixel_values=torch.zeros(patches, 3, 14, 14), image_grid_hws=torch.tensor(grids))
+        return BatchFeature(fields | {"input_ids": torch.zeros(1, 1, dtype=torch.long)})
 
 
-def runs(tokens: list[int], token: int) -> list[int]:
-    return [len(list(group)) for same, group in itertools.groupby(tokens, lambda one: one == token) if same]
+def list_run_lengths(tokens: list[int], token: int) -> list[int]:
+    return [len(list(group)) for same, group in itertools.groupby(tokens, lambda value: value == token) if same]
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
-def test_what_the_front_end_writes(paper: Paper, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_the_front_end(paper: Paper, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     model_config = config(paper.write(tmp_path), DIVPRUNE, trust_remote_code=True, limit_mm_per_prompt={"image": 2})
     assert model_config.architecture == paper.name
-    made = MULTIMODAL_REGISTRY.create_processor(model_config)
+    mm_processor = MULTIMODAL_REGISTRY.create_processor(model_config)
     if paper.kind == "kimi_vl":
-        monkeypatch.setattr(made.info, "get_hf_processor", lambda **_: KimiProcessor())
+        monkeypatch.setattr(mm_processor.info, "get_hf_processor", lambda **_: KimiProcessor())
         call = lambda self, processor, data, kwargs: processor(**data)  # noqa: E731
-        monkeypatch.setattr(type(made.info.ctx), "call_hf_processor", call)
+        monkeypatch.setattr(type(mm_processor.info.ctx), "call_hf_processor", call)
     images = [photo(*size, seed=index) for index, size in enumerate(paper.sizes)]
     prompt, family = f"look: {paper.image} and {paper.image} what? ", SERVED[paper.name]
 
-    def written(override: dict[str, Any] | None) -> tuple[list[int], list[Plan], list[Any]]:
+    def process(override: dict[str, Any] | None) -> tuple[list[int], list[Plan], list[Any]]:
         kwargs = {} if override is None else {"tokenprune": override}
-        out = made(prompt, made.info.parse_mm_data({"image": images}), hf_processor_mm_kwargs=kwargs)
+        out = mm_processor(prompt, mm_processor.info.parse_mm_data({"image": images}), hf_processor_mm_kwargs=kwargs)
         plans = [Plan.decode(item[field_name("image")].data) for item in out["mm_kwargs"]["image"]]
         return out["prompt_token_ids"], plans, out["mm_placeholders"]["image"]
 
-    full, wholes, _ = written({"off": True})
+    full, unpruned_plans, _ = process({"off": True})
     setting = parse_setting(DIVPRUNE)
-    for override, count in ((None, partial(count_kept, setting)), ({"keep": 3}, lambda number: min(3, number))):
-        short, plans, places = written(override)
-        assert len(plans) == len(wholes) == 2
-        for whole, plan, place in zip(wholes, plans, places, strict=True):
-            segments = whole.runs if family.vllm.per_run else [sum(whole.runs)]
-            assert plan.keep == [count(number) for number in segments] and plan.reduces
-            assert place.get_num_embeds() == plan.rows == sum(plan.keep) + plan.between
+    for override, count in ((None, partial(count_kept, setting)), ({"keep": 3}, lambda length: min(3, length))):
+        short, plans, placeholders = process(override)
+        assert len(plans) == len(unpruned_plans) == 2
+        for unpruned_plan, plan, placeholder in zip(unpruned_plans, plans, placeholders, strict=True):
+            segments = unpruned_plan.runs if family.vllm.per_run else [sum(unpruned_plan.runs)]
+            assert plan.keep == [count(length) for length in segments] and plan.reduces
+            assert placeholder.get_num_embeds() == plan.rows == sum(plan.keep) + plan.between
         token = plans[0].placeholder
-        each = [count(n) for n in runs(full, token)] if family.vllm.per_run else [plan.rows for plan in plans]
-        assert runs(short, token) == each
-        if family.vllm.per_run:  # the rest of the prompt is what it was
-            assert [one for one in short if one != token] == [one for one in full if one != token]
+        expected_lengths = (
+            [count(n) for n in list_run_lengths(full, token)] if family.vllm.per_run else [plan.rows for plan in plans]
+        )
+        assert list_run_lengths(short, token) == expected_lengths
+        if family.vllm.per_run:  # the other tokens of the prompt do not change
+            assert [token_id for token_id in short if token_id != token] == [
+                token_id for token_id in full if token_id != token
+            ]
 
 
 def test_others_are_refused_with_the_reason() -> None:
@@ -175,7 +185,7 @@ def test_others_are_refused_with_the_reason() -> None:
         family_of(SimpleNamespace(architecture="Fresh"))
 
 
-def test_names_are_those_of_vllm() -> None:
+def test_names_exist_in_vllm() -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
     assert set(SERVED) | set(REFUSED_IN_VLLM) <= set(ModelRegistry.models)

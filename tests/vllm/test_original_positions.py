@@ -44,21 +44,21 @@ def test_mixed_requests_and_the_prefix_cache(engine: Engine, reference: Any) -> 
     engine.forget()
     checkpoint, images = engine.checkpoint, engine.checkpoint.images(2)
     two, side, first = checkpoint.prompt(2), "look: <image><image> what? ", "<image> or <image>, what? "
-    asked: list[tuple] = [(prompt, images, {}) for prompt in (two, side, first)]
-    asked += [(two, images, {"off": True}), (side, images, {"method": "vscan", "stage2": False, "keep": 0.25})]
-    # At the end. This method keeps the last token; for other methods transformers keeps it.
-    asked += [("what is it? <image>", images[:1], {"method": "uniform", "keep": 0.6})]
-    asked += [("what? " * 8, [], {}), (two, images, {"keep": 1.0})]
-    asked += map(checkpoint.video_case, (DIVPRUNE | {"per": "frame"}, {"method": "evs", "keep": 0.4}))
-    outputs = engine.check(reference, asked, 12)
+    cases: list[tuple] = [(prompt, images, {}) for prompt in (two, side, first)]
+    cases += [(two, images, {"off": True}), (side, images, {"method": "vscan", "stage2": False, "keep": 0.25})]
+    # The prompt ends with an image. This method keeps the last token; for other methods transformers keeps it.
+    cases += [("what is it? <image>", images[:1], {"method": "uniform", "keep": 0.6})]
+    cases += [("what? " * 8, [], {}), (two, images, {"keep": 1.0})]
+    cases += map(checkpoint.video_case, (DIVPRUNE | {"per": "frame"}, {"method": "evs", "keep": 0.4}))
+    outputs = engine.check(reference, cases, 12)
     # The answers differ from renumbered positions.
     logprobs = reference(NAME).greedy(two, images, 1, HALF)[1]
     likely = outputs[0].outputs[0].logprobs[0]
-    assert max(abs(one.logprob - float(logprobs[0, token])) for token, one in likely.items()) > 0.01
+    assert max(abs(actual.logprob - float(logprobs[0, token])) for token, actual in likely.items()) > 0.01
 
-    # From the cache, which ends within an image, and the same images with another question.
+    # Cache hits that end within an image, and the same images with another question.
     other = checkpoint.prompt(2, "something else altogether? ")
-    engine.generate([engine.request(*asked[0])])
+    engine.generate([engine.request(*cases[0])])
     for prompt in (two, other):
         (output,) = engine.check(reference, [(prompt, images)])
         assert output.num_cached_tokens >= BLOCK
@@ -86,8 +86,8 @@ def test_effect_of_the_setting(folder: Any) -> None:
         plain = config(folder("llava"), setting)
         assert not plain.uses_mrope and not has_original_positions(plain)
     assert llava.compute_hash() != plain.compute_hash()  # key of compiled graphs
-    alone = config(folder("llava"), ORIGINAL)
-    assert alone.uses_mrope and alone.multimodal_config.tokenprune == {"off": True}
+    only_positions = config(folder("llava"), ORIGINAL)
+    assert only_positions.uses_mrope and only_positions.multimodal_config.tokenprune == {"off": True}
     qwen = config(folder("qwen2_5_vl"), DIVPRUNE | ORIGINAL)
     assert qwen.hf_text_config.rope_parameters["mrope_section"] == [4, 6, 6] and not has_original_positions(qwen)
     dart = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
@@ -116,73 +116,76 @@ def test_effect_of_the_setting(folder: Any) -> None:
     ],
 )
 def test_unsupported_setups_raise(folder: Any, changed: dict[str, Any], says: str) -> None:
-    made = config(folder("llava"), DIVPRUNE)
+    model_config = config(folder("llava"), DIVPRUNE)
     for name, value in changed.items():
-        setattr(made.hf_text_config, name, value)
+        setattr(model_config.hf_text_config, name, value)
     with pytest.raises(UnsupportedSetupError, match=f"(?s)LlavaForConditional.*here.*{says}.*leave positions out"):
-        configure_positions("original", made, SERVED[made.architecture], False)
-    assert not made.uses_mrope
-    made.hf_text_config.sliding_window = made.max_model_len  # larger than any prompt
+        configure_positions("original", model_config, SERVED[model_config.architecture], False)
+    assert not model_config.uses_mrope
+    model_config.hf_text_config.sliding_window = model_config.max_model_len  # larger than any prompt
     if "sliding_window" in changed:
-        configure_positions("original", made, SERVED[made.architecture], False)
-        assert made.uses_mrope
+        configure_positions("original", model_config, SERVED[model_config.architecture], False)
+        assert model_config.uses_mrope
 
 
 @pytest.mark.parametrize("keep", [0.3, 1.0])
 @pytest.mark.parametrize("per_run", [False, True])
 def test_every_split(keep: float, per_run: bool) -> None:
-    """Against a naive computation on the unpruned prompt, for all chunk sizes.
+    """Positions match a naive computation on the unpruned prompt, for all chunk sizes.
 
-    Images are at both ends and adjacent; one image has text around it and within it.
+    Images are at both ends and adjacent. One image has text around it and within it.
     """
     generator = torch.Generator().manual_seed(0)
     tokens: list[int] = []
-    wanted, features, rows = [], [], []  # wanted: index of each token in the unpruned prompt
+    # expected: index of each token in the unpruned prompt
+    expected, features, rows = [], [], []
     full = 0
     for text, behind in (("#" * 8, 0), ("ab########c########d", 0), ("#" * 6, 3), ("#" * 12, 0)):
         placeholders = [letter == "#" for letter in text]
         plan = Plan.build(
             parse_setting({"method": "divprune", "keep": keep}),
-            find_runs([9 if one else 50 for one in placeholders], placeholders),
+            find_runs([9 if is_pad else 50 for is_pad in placeholders], placeholders),
             per_run,
         )
-        stays = torch.tensor(placeholders)
-        for segment, kept in zip(stays.nonzero().flatten().split(plan.counts), plan.keep, strict=True):
-            stays[segment[torch.randperm(len(segment), generator=generator)[kept:]]] = False
-        within = stays.clone()
+        is_kept = torch.tensor(placeholders)
+        for segment, kept in zip(is_kept.nonzero().flatten().split(plan.counts), plan.keep, strict=True):
+            is_kept[segment[torch.randperm(len(segment), generator=generator)[kept:]]] = False
+        within = is_kept.clone()
         if plan.between:  # rows include text within the item
             first, end = plan.span
             within[first:end] |= ~torch.tensor(placeholders[first:end])
-        written = plan.reduced() if plan.reduces else plan.tokens
+        prompt_tokens = plan.reduced() if plan.reduces else plan.tokens
         data = {field_name("image"): MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField())}
-        left = (stays | ~torch.tensor(placeholders)).nonzero().flatten()
-        wanted += [full + int(place) for place in left]
-        assert len(left) == len(written)
-        of_rows = within.nonzero().T if plan.between else stays.nonzero().T
-        marked = [bool(within[place]) for place in left]
-        rows.append(torch.cat([torch.zeros(of_rows.shape[1], 5), encode_columns(of_rows, torch.bfloat16)], 1))
-        at = PlaceholderRange(len(tokens), len(written), torch.tensor(marked))
-        features.append(MultiModalFeatureSpec(data, "image", "", at))
-        tokens += [*written, *[50] * behind]
-        wanted += range(full + len(text), full + len(text) + behind)
+        kept_indices = (is_kept | ~torch.tensor(placeholders)).nonzero().flatten()
+        expected += [full + int(token_index) for token_index in kept_indices]
+        assert len(kept_indices) == len(prompt_tokens)
+        row_columns = within.nonzero().T if plan.between else is_kept.nonzero().T
+        marked = [bool(within[token_index]) for token_index in kept_indices]
+        rows.append(torch.cat([torch.zeros(row_columns.shape[1], 5), encode_columns(row_columns, torch.bfloat16)], 1))
+        placeholder = PlaceholderRange(len(tokens), len(prompt_tokens), torch.tensor(marked))
+        features.append(MultiModalFeatureSpec(data, "image", "", placeholder))
+        tokens += [*prompt_tokens, *[50] * behind]
+        expected += range(full + len(text), full + len(text) + behind)
         full += len(text) + behind
     provisional, delta, notes = compute_line_positions(tokens, features)
     assert delta == full - len(tokens)
     is_row, owner = torch.zeros(len(tokens), dtype=torch.bool), []
     for index, feature in enumerate(features):
-        at = feature.mm_position
-        is_row[at.offset : at.offset + at.length] = at.is_embed
+        placeholder = feature.mm_position
+        is_row[placeholder.offset : placeholder.offset + placeholder.length] = placeholder.is_embed
         owner += [index] * len(rows[index])
-    every, of = torch.cat(rows), torch.tensor(owner)
+    all_rows, owner_of_row = torch.cat(rows), torch.tensor(owner)
     for size in range(1, len(tokens) + 1):
         for skipped in (0, len(tokens) // 2):  # a hit of the prefix cache
             positions = provisional.clone()[None]
             for computed in [*range(skipped, len(tokens), size), skipped]:  # and a recomputed request
                 before, after = int(is_row[:computed].sum()), int(is_row[: computed + size].sum())
-                chunk, owners = every[before:after], of[before:after]
+                chunk, owners = all_rows[before:after], owner_of_row[before:after]
                 pieces = [chunk[owners == index] for index in owners.unique()]
                 part = ReadTokens(0, features, notes, computed, min(size, len(tokens) - computed), 0)
                 cut = write_positions(pieces, [part], positions, 1)
-                assert [one.shape for one in cut] == [(len(one), 5) for one in pieces] and every.shape[1] == 5 + DIGITS
-            assert positions[0, 0, skipped:].tolist() == wanted[skipped:]
+                assert [piece.shape for piece in cut] == [(len(piece), 5) for piece in pieces] and all_rows.shape[
+                    1
+                ] == 5 + DIGITS
+            assert positions[0, 0, skipped:].tolist() == expected[skipped:]
             assert torch.equal(positions[0, 1:], provisional[1:])  # not read

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that act on pixels, in the real engine: prompts, words and log-probabilities of the Hugging Face model whose
-processor is patched."""
+"""Methods that act on pixels, in the real engine: answers match the Hugging Face model with the patched processor."""
 
 from __future__ import annotations
 
@@ -36,10 +35,10 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engi
     return start(request.param, SETTINGS["downsample"])
 
 
-def check(engine: Engine, reference: Any, asked: list[tuple]) -> list[Any]:
-    """Compare answers, and prompts where nothing is cut after the encoder. Return the outputs."""
-    outputs = engine.check(reference, asked)
-    for (prompt, images, override, *videos), output in zip(asked, outputs, strict=True):
+def check(engine: Engine, reference: Any, cases: list[tuple]) -> list[Any]:
+    """Compare answers, and prompts of settings without a cut after the encoder; return the outputs."""
+    outputs = engine.check(reference, cases)
+    for (prompt, images, override, *videos), output in zip(cases, outputs, strict=True):
         setting = engine.resolve(override)
         if setting is None or not isinstance(setting["method"], list):
             ids = reference(engine.checkpoint.name).prompt_ids(prompt, images, setting, *videos)
@@ -67,8 +66,8 @@ def test_videos_keep_their_size(engine: Engine, reference: Any, checkpoint: Chec
         engine.generate([engine.request(prompt, images, SETTINGS["downsample"], videos)])
 
 
-def test_caches_tell_settings_apart(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """Both settings make the same number of placeholders, and share nothing; the same setting shares all."""
+def test_caches_separate_settings(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """Settings with equal numbers of placeholders share no cache entries; equal settings share all entries."""
     engine.forget()
     prompt, images = checkpoint.prompt(1, "what is it, and where, and why? " * 2), photos(checkpoint)[:1]
     overrides = [{"keep": 0.4}, {"method": "dynres", "keep": 0.4}, {"method": "downsample", "keep": 0.400001}, {}]
@@ -80,7 +79,7 @@ def test_caches_tell_settings_apart(engine: Engine, reference: Any, checkpoint: 
     assert hits[:3] == [text] * 3 and hits[3] >= 32, hits
 
 
-# -- units that leave ahead of the tower, by the pixels that the front end sees
+# -- units that are dropped before the tower, by the pixels in the front end
 
 UNITS = [
     {"method": "pixelprune", "keep": 1_000_000},
@@ -93,7 +92,7 @@ UNITS = [
 ]
 
 
-def test_units_that_repeat_leave_ahead_of_the_tower(
+def test_repeated_units_are_dropped_before_the_tower(
     engine: Engine, reference: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not checkpoint.mrope:
@@ -101,30 +100,30 @@ def test_units_that_repeat_leave_ahead_of_the_tower(
     engine.forget()
     (height, width), *_ = checkpoint.sizes
     prompt, images = checkpoint.prompt(2), [page(height, width), *checkpoint.images(1)]
-    towers: list[int] = []  # patches in it, of each call
+    towers: list[int] = []  # patches in each call of the tower
     block = engine.model.visual.blocks[0]
     run = block.forward
     monkeypatch.setattr(block, "forward", lambda x, *args, **kwargs: towers.append(len(x)) or run(x, *args, **kwargs))
     outputs = engine.check(reference, [(prompt, images, override) for override in UNITS])
     assert min(towers) < max(towers)
-    whole = len(reference(checkpoint.name).prompt_ids(prompt, images))
-    assert all(len(output.prompt_token_ids) < whole for output in outputs)
-    frames, told = checkpoint.clip()
+    num_unpruned = len(reference(checkpoint.name).prompt_ids(prompt, images))
+    assert all(len(output.prompt_token_ids) < num_unpruned for output in outputs)
+    frames, metadata = checkpoint.clip()
     frames = np.repeat(frames[:3], 2, axis=0)
-    frames[:, : height // 2] = frames[:1, : height // 2]  # what does not move
-    prompt, videos = checkpoint.prompt(1, video=True), [(frames, told)]
+    frames[:, : height // 2] = frames[:1, : height // 2]  # a static background
+    prompt, videos = checkpoint.prompt(1, video=True), [(frames, metadata)]
     outputs = engine.check(reference, [(prompt, images[:1], override, videos) for override in UNITS[:2]])
-    whole = len(reference(checkpoint.name).prompt_ids(prompt, images[:1], None, videos))
-    assert all(len(output.prompt_token_ids) < whole for output in outputs)
+    num_unpruned = len(reference(checkpoint.name).prompt_ids(prompt, images[:1], None, videos))
+    assert all(len(output.prompt_token_ids) < num_unpruned for output in outputs)
 
 
-# -- without an engine: the front end alone
+# -- without an engine, in the front end
 
 
-def written(made: Any, prompt: str, images: Any, override: Any = None) -> list[int]:
+def process_prompt(mm_processor: Any, prompt: str, images: Any, override: Any = None) -> list[int]:
     kwargs = {} if override is None else {"tokenprune": override}
-    items = made.info.parse_mm_data({"image": images})
-    return made(prompt, items, hf_processor_mm_kwargs=kwargs)["prompt_token_ids"]
+    items = mm_processor.info.parse_mm_data({"image": images})
+    return mm_processor(prompt, items, hf_processor_mm_kwargs=kwargs)["prompt_token_ids"]
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -133,13 +132,16 @@ def test_images_of_one_size_are_refused(folder: Callable[..., Any], name: str) -
     for key in ("downsample", "dynres", "downsample, divprune"):
         with pytest.raises(OptionError, match=r"ImageProcessor makes the same number .* such as pool"):
             processor(folder(name), SETTINGS[key])
-    made = processor(folder(name), DIVPRUNE)
+    mm_processor = processor(folder(name), DIVPRUNE)
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)
-    if name != "gemma3":  # its processor wants its own placeholders around
-        full, kept = written(made, prompt, images, {"off": True}), written(made, prompt, images)
+    if name != "gemma3":  # its processor expects other placeholders
+        full, kept = (
+            process_prompt(mm_processor, prompt, images, {"off": True}),
+            process_prompt(mm_processor, prompt, images),
+        )
         assert len(kept) < len(full)
     with pytest.raises(OptionError, match="cannot be served with this model"):
-        written(made, prompt, images, SETTINGS["downsample"])
+        process_prompt(mm_processor, prompt, images, SETTINGS["downsample"])
 
 
 @pytest.mark.parametrize(
@@ -155,34 +157,34 @@ def test_images_of_one_size_are_refused(folder: Callable[..., Any], name: str) -
 def test_the_servers_own_limits_hold(
     folder: Callable[..., Any], reference: Any, name: str, extra: dict[str, Any], limits: dict[str, int]
 ) -> None:
-    """The share is one of the tokens that the server would make, whatever limits it was given."""
-    made = processor(folder(name), SETTINGS["downsample"], extra=extra)
-    checkpoint, theirs = CHECKPOINTS[name], reference(name)
+    """The share refers to the tokens that the server would make with its own limits."""
+    mm_processor = processor(folder(name), SETTINGS["downsample"], extra=extra)
+    checkpoint, reference_model = CHECKPOINTS[name], reference(name)
     counts = []
     for image in [*photos(checkpoint), Image.new("RGB", (30, 29))]:
-        size = dict(theirs.processor.image_processor.size) | limits
-        pad = theirs.model.config.image_token_id
-        with theirs.patched(SETTINGS["downsample"]):
-            ids = theirs.processor(
+        size = dict(reference_model.processor.image_processor.size) | limits
+        pad = reference_model.model.config.image_token_id
+        with reference_model.patched(SETTINGS["downsample"]):
+            ids = reference_model.processor(
                 images=[image], text=[checkpoint.prompt(1)], images_kwargs={"size": size}, return_tensors="pt"
             )["input_ids"]
-        assert written(made, checkpoint.prompt(1), [image]) == ids[0].tolist()
+        assert process_prompt(mm_processor, checkpoint.prompt(1), [image]) == ids[0].tolist()
         counts.append(int((ids == pad).sum()))
     assert len(set(counts)) > 1 or limits, counts
 
 
-def test_a_image_is_hashed_as_it_came(folder: Callable[..., Any]) -> None:
-    """With a cache vLLM hashes images before they shrink, without one after it."""
+def test_images_are_hashed_before_they_shrink(folder: Callable[..., Any]) -> None:
+    """vLLM hashes images before they shrink if it has a cache. Without a cache, the plugin does the same."""
     from vllm.multimodal.processing.inputs import ProcessorInputs
 
-    made, checkpoint = processor(folder("llava_next"), SETTINGS["downsample"]), CHECKPOINTS["llava_next"]
-    items = made.info.parse_mm_data({"image": photos(checkpoint)})
-    request = get_policy(made.info.ctx.model_config).resolve(NO_SETTING, items.get_all_counts())
-    before = made.for_request(request)._get_mm_hashes(ProcessorInputs([], items))
-    assert made(checkpoint.prompt(3), items)["mm_hashes"] == before
+    mm_processor, checkpoint = processor(folder("llava_next"), SETTINGS["downsample"]), CHECKPOINTS["llava_next"]
+    items = mm_processor.info.parse_mm_data({"image": photos(checkpoint)})
+    request = get_policy(mm_processor.info.ctx.model_config).resolve(NO_SETTING, items.get_all_counts())
+    before = mm_processor.for_request(request)._get_mm_hashes(ProcessorInputs([], items))
+    assert mm_processor(checkpoint.prompt(3), items)["mm_hashes"] == before
 
 
 def test_embeddings_are_refused(folder: Callable[..., Any]) -> None:
-    made = processor(folder("llava_next"), SETTINGS["downsample"], enable_mm_embeds=True)
+    mm_processor = processor(folder("llava_next"), SETTINGS["downsample"], enable_mm_embeds=True)
     with pytest.raises(OptionError, match="contains embeddings"):
-        written(made, CHECKPOINTS["llava_next"].prompt(1), torch.zeros(1, 20, 64))
+        process_prompt(mm_processor, CHECKPOINTS["llava_next"].prompt(1), torch.zeros(1, 20, 64))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placeholders where a chat template puts none, on models with M-RoPE: at "off" the answers are those of vLLM alone."""
+"""Placeholders that no chat template writes, on models with M-RoPE: with "off" the answers match unpatched vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_off_is_what_vllm_has(start: Callable[..., Engine], name: str) -> None:
+def test_off_matches_vllm(start: Callable[..., Engine], name: str) -> None:
     checkpoint = CHECKPOINTS[name]
     prompts = [
         (1, checkpoint.prompt(1, f"what does {IMAGE} mean? ")),
@@ -31,19 +31,19 @@ def test_off_is_what_vllm_has(start: Callable[..., Engine], name: str) -> None:
         engine = start(name, setting)
         requests = [engine.request(prompt, checkpoint.images(count), override) for count, prompt in prompts]
         if setting is not None:
-            for one in (requests[0], requests[3], requests[4]):
+            for request in (requests[0], requests[3], requests[4]):
                 with pytest.raises(
                     OptionError, match=r"placeholders for|two images follow each other|ends with an image"
                 ):
-                    engine.generate([one | {"mm_processor_kwargs": {"tokenprune": {"keep": 0.5}}}])
-        found = []
+                    engine.generate([request | {"mm_processor_kwargs": {"tokenprune": {"keep": 0.5}}}])
+        results = []
         for output in engine.generate(requests):
             answer = output.outputs[0]
             likely = [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
-            found.append((list(output.prompt_token_ids), list(answer.token_ids), likely))
-        return found
+            results.append((list(output.prompt_token_ids), list(answer.token_ids), likely))
+        return results
 
-    alone, ours = answers(None), answers(DIVPRUNE, {"off": True})
-    for wanted, found in zip(alone, ours, strict=True):
-        assert found[:2] == wanted[:2]
-        assert found[2] == pytest.approx(wanted[2], abs=1e-5)
+    plain, ours = answers(None), answers(DIVPRUNE, {"off": True})
+    for expected, actual in zip(plain, ours, strict=True):
+        assert actual[:2] == expected[:2]
+        assert actual[2] == pytest.approx(expected[2], abs=1e-5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting up: what is refused, and what is left alone."""
+"""Startup: settings and setups that are refused, and servers without a setting, which are unchanged."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tokenprune.integrations.vllm.worker import runner
 from tokenprune.models.families import SERVED
 
 
-def test_every_hook_is_there() -> None:
+def test_all_hooks_exist() -> None:
     assert compat.missing_hooks("weights", "setting", "worker") == []
     assert compat.vllm_version() == compat.TESTED
 
 
-def test_other_versions_are_refused_by_name(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hooks_are_refused_by_name(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = compat.HOOKS["setting"] | {
         "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_hashes": "self moved",
         "vllm.multimodal:Gone": "",
@@ -61,34 +61,34 @@ def test_an_untested_version_is_refused_only_with_a_setting(folder: Any, monkeyp
     config(folder("llava"), DIVPRUNE)
 
 
-def test_the_installed_vllm_has_the_code_that_other_versions_are_compared_with() -> None:
+def test_installed_vllm_matches_the_recorded_code() -> None:
     dev = Path(__file__).parents[2] / "dev"
     command = [
         sys.executable,
         str(dev / "vllm_hooks.py"),
         str(Path(importlib.import_module("vllm").__file__).parents[1]),
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"0 hooks with other code than vLLM {compat.TESTED}" in ran.stdout, ran.stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"0 hooks with other code than vLLM {compat.TESTED}" in result.stdout, result.stdout
 
 
 def test_other_runners_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a model is made; a runner that is not loaded does not count."""
+    """The check runs when a model is created, and only for runners that are loaded."""
     import vllm.v1.worker.gpu_model_runner  # noqa: F401
 
-    asked = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_encoder_input_tokens=1))
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_encoder_input_tokens=1))
     hooks = {"vllm.v1.worker.gpu_model_runner:Gone": "", "vllm.v1.worker.xpu_model_runner:Gone": ""}
     monkeypatch.setitem(compat.HOOKS, "worker", hooks)
     with pytest.raises(UnsupportedSetupError, match=r"lacks Gone \(module 'vllm\.v1\.worker\.gpu_\S+ has .*\)\."):
-        runner.prepare_runner(asked)
+        runner.prepare_runner(vllm_config)
     monkeypatch.setitem(compat.HOOKS, "worker", {})
     monkeypatch.setattr(runner, "_RUNNERS", ("vllm.gone",))
     with pytest.raises(UnsupportedSetupError, match=r"lacks vllm\.gone"):
-        runner.prepare_runner(asked)
+        runner.prepare_runner(vllm_config)
 
 
-def test_sources_tell_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script by which other versions are read without running them sees of this one what Python sees."""
+def test_hooks_read_from_source_match_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script that reads the source of other versions agrees with Python's view of this version."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "dev"))
     import vllm
     import vllm_hooks
@@ -96,12 +96,12 @@ def test_sources_tell_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     has = vllm_hooks.read(Path(vllm.__file__).parents[1], vllm_hooks.hooks())
     assert has["vllm"] == compat.TESTED and vllm_hooks.lacks(has, vllm_hooks.hooks(), list(SERVED)) == []
     checked = 0
-    for where, names in has["hooks"].items():
-        module, _, path = where.partition(":")
-        found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-        if names is not None and not isinstance(found, property):
+    for target, names in has["hooks"].items():
+        module, _, path = target.partition(":")
+        attribute = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        if names is not None and not isinstance(attribute, property):
             known = [name.lstrip("*") for name in names]
-            assert set(inspect.signature(found).parameters) <= set(known) and len(known) == len(names), where
+            assert set(inspect.signature(attribute).parameters) <= set(known) and len(known) == len(names), target
             checked += 1
     assert checked > 50
 
@@ -135,7 +135,7 @@ def test_bad_settings_stop_the_server(folder: Any, setting: Any, says: str) -> N
 
 
 def start_command(run: Callable[[], Any]) -> Any:
-    """Call a function as a command of vLLM's does."""
+    """Call a function like a command of vLLM."""
     command: dict[str, Any] = {"__name__": "vllm.entrypoints.cli.serve"}
     exec("def start(run): return run()", command)
     return command["start"](run)
@@ -169,10 +169,10 @@ def test_a_server_ends_with_one_line(folder: Any) -> None:
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder("llava")), "--max-model-len",
         "256", "--mm-processor-kwargs", '{"tokenprune": {"method": "divprun"}}',
     ]  # fmt: skip
-    ran = subprocess.run(command, capture_output=True, text=True)
-    said = ran.stdout + ran.stderr
-    assert ran.returncode == 1 and "Traceback" not in said, said
-    assert ran.stderr.splitlines()[-1].startswith("tokenprune: unknown method 'divprun': did you mean 'divprune'")
+    result = subprocess.run(command, capture_output=True, text=True)
+    output = result.stdout + result.stderr
+    assert result.returncode == 1 and "Traceback" not in output, output
+    assert result.stderr.splitlines()[-1].startswith("tokenprune: unknown method 'divprun': did you mean 'divprune'")
 
 
 def test_two_prunings_of_videos_are_refused(folder: Any) -> None:
@@ -184,9 +184,9 @@ def test_two_prunings_of_videos_are_refused(folder: Any) -> None:
 @pytest.mark.parametrize("option", ["compile_mm_encoder", "cudagraph_mm_encoder"])
 def test_compiled_or_captured_tower_is_refused(option: str) -> None:
     compilation = SimpleNamespace(**{"compile_mm_encoder": False, "cudagraph_mm_encoder": False, option: True})
-    asked = SimpleNamespace(lora_config=None, compilation_config=compilation)
+    vllm_config = SimpleNamespace(lora_config=None, compilation_config=compilation)
     with pytest.raises(UnsupportedSetupError, match=f"Start without {option}"):
-        check_engine(asked, SERVED["LlavaForConditionalGeneration"])
+        check_engine(vllm_config, SERVED["LlavaForConditionalGeneration"])
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,9 @@ def test_compiled_or_captured_tower_is_refused(option: str) -> None:
         ("", "speculative_config", object(), "Start without --speculative-config"),
     ],
 )
-def test_what_does_not_go_with_original_positions(part: str, name: str, value: Any, says: str) -> None:
-    """Of models with one axis of positions, counted anew, both are served."""
-    asked = SimpleNamespace(
+def test_unsupported_options_with_original_positions(part: str, name: str, value: Any, says: str) -> None:
+    """Models with renumbered positions on one axis support both."""
+    vllm_config = SimpleNamespace(
         lora_config=None,
         compilation_config=SimpleNamespace(compile_mm_encoder=False, cudagraph_mm_encoder=False),
         speculative_config=None,
@@ -206,28 +206,28 @@ def test_what_does_not_go_with_original_positions(part: str, name: str, value: A
     )
     families = SERVED["Qwen2VLForConditionalGeneration"], SERVED["LlavaForConditionalGeneration"]
     for family in families:
-        check_engine(asked, family)
-    setattr(getattr(asked, part) if part else asked, name, value)
-    check_engine(asked, families[1])
+        check_engine(vllm_config, family)
+    setattr(getattr(vllm_config, part) if part else vllm_config, name, value)
+    check_engine(vllm_config, families[1])
     with pytest.raises(UnsupportedSetupError, match=f"on a model with M-RoPE.*{says}"):
-        check_engine(asked, families[0])
+        check_engine(vllm_config, families[0])
     with pytest.raises(UnsupportedSetupError, match=f'with "positions": "original".*{says}.*or leave positions out'):
-        check_engine(asked, families[1], original=True)
+        check_engine(vllm_config, families[1], original=True)
 
 
 def test_other_models_are_refused(tmp_path: Path, folder: Any) -> None:
     from transformers import LlamaConfig, PaliGemmaConfig
 
     plain = {key: value for key, value in text("llama").items() if key != "model_type"}
-    for made in (
+    for model in (
         PaliGemmaConfig(text_config=text("gemma"), architectures=["MiniCPMV"]),
         LlamaConfig(**plain, architectures=["LlamaForCausalLM"]),
     ):
-        where = tmp_path / made.model_type
-        made.save_pretrained(where)
+        model_folder = tmp_path / model.model_type
+        model.save_pretrained(model_folder)
         for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
             if (folder("llava") / name).exists():
-                (where / name).write_text((folder("llava") / name).read_text())
+                (model_folder / name).write_text((folder("llava") / name).read_text())
     with pytest.raises(TypeError, match=r"does not serve MiniCPMV, because .*Leave the tokenprune setting out"):
         config(tmp_path / "paligemma", DIVPRUNE)
     assert config(tmp_path / "paligemma").architecture == "MiniCPMV"
@@ -243,46 +243,48 @@ def write_checkpoint(plain: Path, folder: Path, setting: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_the_setting_may_stand_in_the_checkpoint(folder: Any, tmp_path: Path) -> None:
+def test_checkpoint_may_contain_the_setting(folder: Any, tmp_path: Path) -> None:
     write_checkpoint(folder("llava"), tmp_path, {"method": "random", "keep": 0.3, "seed": 5})
-    own = config(tmp_path).multimodal_config
-    assert own.tokenprune == {"method": "random", "keep": 0.3, "seed": 5}
-    over = config(tmp_path, {"keep": 0.5}).multimodal_config
-    assert over.tokenprune == {"method": "random", "keep": 0.5, "seed": 5}
-    assert over.mm_processor_kwargs is None
+    from_checkpoint = config(tmp_path).multimodal_config
+    assert from_checkpoint.tokenprune == {"method": "random", "keep": 0.3, "seed": 5}
+    overridden = config(tmp_path, {"keep": 0.5}).multimodal_config
+    assert overridden.tokenprune == {"method": "random", "keep": 0.5, "seed": 5}
+    assert overridden.mm_processor_kwargs is None
     assert not hasattr(config(folder("llava")).multimodal_config, "tokenprune")
 
 
-def test_profiles_stand_over_checkpoint_and_server(folder: Any, tmp_path: Path) -> None:
-    """One of them is a file; who has nothing but profiles removes nothing of its own."""
+def test_profiles_override_checkpoint_and_server(folder: Any, tmp_path: Path) -> None:
+    """One profile is a file. With profiles only, the server itself does not prune."""
     write_checkpoint(folder("llava"), tmp_path, {"method": "random", "keep": 0.3, "seed": 5, "min_keep": 0.05})
-    tuned = written(tmp_path / "tuned.json", {"method": "pool", "keep": 0.2})
+    tuned = write_tuned_file(tmp_path / "tuned.json", {"method": "pool", "keep": 0.2})
     server = config(tmp_path, {"keep": 0.5, "profiles": {"tuned": {"config": str(tuned)}, "less": {"keep": 0.1}}})
     assert dict(get_server_config(server).profiles) == {
         "default": {"method": "random", "seed": 5, "keep": 0.5}, "less": {"method": "random", "seed": 5, "keep": 0.1},
         "tuned": {"method": "pool", "keep": 0.2},
     }  # fmt: skip
     assert get_server_config(server).rules["default"].min_keep == 0.05
-    alone = config(folder("llava"), {"profiles": {"less": {"method": "pool", "keep": 0.1}}})
-    assert alone.multimodal_config.tokenprune == {"off": True} and get_server_config(alone).names == ["less"]
+    only_profiles = config(folder("llava"), {"profiles": {"less": {"method": "pool", "keep": 0.1}}})
+    assert only_profiles.multimodal_config.tokenprune == {"off": True} and get_server_config(only_profiles).names == [
+        "less"
+    ]
 
 
-def written(path: Path, setting: dict[str, Any], model_type: str = "llava") -> Path:
-    """A file such as `tokenprune tune` writes."""
+def write_tuned_file(path: Path, setting: dict[str, Any], model_type: str = "llava") -> Path:
+    """Write a file like `tokenprune tune`."""
     path.write_text(json.dumps({"schema": 1, "setting": setting, "tuned": {"model": {"type": model_type}}}))
     return path
 
 
 @pytest.mark.parametrize("key", ["config", None])
-@pytest.mark.parametrize("where", ["kwargs", "overrides"])
-def test_a_tuned_file_is_the_setting_that_it_holds(
-    folder: Any, tmp_path: Path, where: str, key: str | None, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("source", ["kwargs", "overrides"])
+def test_tuned_file_is_used_as_the_setting(
+    folder: Any, tmp_path: Path, source: str, key: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = str(written(tmp_path / "tokenprune.json", DIVPRUNE))
+    path = str(write_tuned_file(tmp_path / "tokenprune.json", DIVPRUNE))
     named = {key: path} if key else path
-    given = {"setting": named} if where == "kwargs" else {"hf_overrides": {"tokenprune": named}}
-    own = config(folder("llava"), **given).multimodal_config.tokenprune
-    assert own == config(folder("llava"), DIVPRUNE).multimodal_config.tokenprune
+    arguments = {"setting": named} if source == "kwargs" else {"hf_overrides": {"tokenprune": named}}
+    actual = config(folder("llava"), **arguments).multimodal_config.tokenprune
+    assert actual == config(folder("llava"), DIVPRUNE).multimodal_config.tokenprune
     assert "tuned on" not in caplog.text
 
 
@@ -298,8 +300,8 @@ def test_bad_tuned_files_stop_the_server(
     folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: Any, says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    written(tmp_path / "tokenprune.json", DIVPRUNE)
-    written(tmp_path / "fastv.json", {"method": "fastv", "keep": 0.25})
+    write_tuned_file(tmp_path / "tokenprune.json", DIVPRUNE)
+    write_tuned_file(tmp_path / "fastv.json", {"method": "fastv", "keep": 0.25})
     with pytest.raises(ValueError, match=says):
         config(folder("llava"), setting)
 
@@ -307,13 +309,13 @@ def test_bad_tuned_files_stop_the_server(
 def test_a_file_that_was_tuned_on_another_model_is_served_with_a_warning(
     folder: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = written(tmp_path / "tokenprune.json", DIVPRUNE, "qwen2_vl")
+    path = write_tuned_file(tmp_path / "tokenprune.json", DIVPRUNE, "qwen2_vl")
     assert config(folder("llava"), str(path)).multimodal_config.tokenprune["method"] == "divprune"
     assert "tuned on qwen2_vl, not on llava" in caplog.text
 
 
 def test_a_request_cannot_name_a_file(folder: Any, tmp_path: Path) -> None:
-    path = str(written(tmp_path / "tokenprune.json", DIVPRUNE))
+    path = str(write_tuned_file(tmp_path / "tokenprune.json", DIVPRUNE))
     with pytest.raises(OptionError, match="config names a file"):
         parse_setting(DIVPRUNE, {"config": path})
     with pytest.raises(OptionError, match="must be an object"):
@@ -330,37 +332,42 @@ def test_without_a_setting_nothing_changes(start: Callable[..., Engine], referen
     assert not hasattr(engine.model, "supports_multimodal_pruning")
     with pytest.raises(OptionError, match="has no tokenprune setting"):
         engine.generate([engine.request(prompt, images, {"keep": 0.5})])
-    (again,) = engine.generate([engine.request(prompt, images)])
-    assert again.outputs[0].token_ids == output.outputs[0].token_ids
+    (second,) = engine.generate([engine.request(prompt, images)])
+    assert second.outputs[0].token_ids == output.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl"])
 def test_memory_is_measured_with_full_images(folder: Any, name: str) -> None:
-    """A request may switch the reduction off, and the encoder works on full images anyway."""
+    """A request may switch pruning off, and the encoder always gets full images."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     counts = {"image": 1} | ({"video": 1} if CHECKPOINTS[name].video else {})
     sizes = []
     for setting in (None, DIVPRUNE):
         processor = MULTIMODAL_REGISTRY.create_processor(config(folder(name), setting))
-        made = processor.get_dummy_mm_inputs(counts)["mm_placeholders"]
-        sizes.append({modality: [one.get_num_embeds() for one in items] for modality, items in made.items()})
+        placeholders = processor.get_dummy_mm_inputs(counts)["mm_placeholders"]
+        sizes.append(
+            {
+                modality: [placeholder.get_num_embeds() for placeholder in items]
+                for modality, items in placeholders.items()
+            }
+        )
     assert sizes[0] == sizes[1] and set(sizes[0]) == set(counts)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_memory_of_a_modality_is_measured_alone(folder: Any, name: str) -> None:
-    """Runner V1 asks so on a GPU, with the cache of its engine; the other modality is there, without items."""
+    """Runner V1 on a GPU measures one modality with the cache of its engine; the other modality then has zero items."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
 
-    processor = MULTIMODAL_REGISTRY.create_processor(made := config(folder(name), DIVPRUNE))
+    processor = MULTIMODAL_REGISTRY.create_processor(model_config := config(folder(name), DIVPRUNE))
     for modality in ("image", "video") if CHECKPOINTS[name].video else ("image",):
-        found = processor.get_dummy_mm_inputs({modality: 1}, cache=MultiModalProcessorOnlyCache(made))
-        assert len(found["mm_placeholders"][modality]) == 1
+        inputs = processor.get_dummy_mm_inputs({modality: 1}, cache=MultiModalProcessorOnlyCache(model_config))
+        assert len(inputs["mm_placeholders"][modality]) == 1
 
 
-def test_placeholders_that_would_mislead_are_refused(start: Callable[..., Engine]) -> None:
+def test_ambiguous_placeholders_are_refused(start: Callable[..., Engine]) -> None:
     engine = start("qwen2_vl", DIVPRUNE)
     images = CHECKPOINTS["qwen2_vl"].images(2)
     with pytest.raises(OptionError, match="start and end tags"):
@@ -373,14 +380,14 @@ def test_placeholders_that_would_mislead_are_refused(start: Callable[..., Engine
     engine.generate([engine.request("what? <|image_pad|>", images[:1], {"off": True})])
 
 
-def test_vllm_is_loaded_nowhere_else() -> None:
+def test_package_does_not_import_vllm() -> None:
     code = "import sys, tokenprune, tokenprune.cli; tokenprune.available_methods(); assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert VOCABULARY > 256
 
 
 def test_checkpoints_of_transformers_5_load_where_a_hook_is_missing(folder: Any, tmp_path: Path) -> None:
-    """In a process of its own, of a vLLM that lacks something. A setting is refused there; a model is not."""
+    """In a separate process, with a simulated vLLM that lacks a hook. Such a vLLM loads models without a setting."""
     code = (
         "import sys; from tokenprune.integrations.vllm import compat; compat.HOOKS['setting']['vllm:Gone'] = ''\n"
         "from vllm import LLM, SamplingParams; import json\n"
@@ -391,5 +398,5 @@ def test_checkpoints_of_transformers_5_load_where_a_hook_is_missing(folder: Any,
     )
     options = OPTIONS | {"limit_mm_per_prompt": {"image": 1}}
     command = [sys.executable, "-c", code, str(folder("llava")), json.dumps(options)]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert "answer [" in ran.stdout, ran.stderr[-3000:]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert "answer [" in result.stdout, result.stderr[-3000:]

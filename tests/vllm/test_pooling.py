@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that answers with embeddings: requests have the server's setting, and none of its profiles by name."""
+"""A model that returns embeddings: requests get the server's setting, and cannot select a profile by name."""
 
 from __future__ import annotations
 

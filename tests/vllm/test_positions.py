@@ -46,8 +46,8 @@ def rule(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[torc
             following = max([-1, *map(max, positions)]) + 1
         positions.append([following + run // 4 * STRIDE, following + run % 4 // 2, following + run % 2])
         run += 1
-    made = torch.tensor(positions).T
-    return made, int(made.max()) + 1 - len(tokens)
+    result = torch.tensor(positions).T
+    return result, int(result.max()) + 1 - len(tokens)
 
 
 def item(plan: Plan) -> dict[str, Any]:
@@ -55,9 +55,9 @@ def item(plan: Plan) -> dict[str, Any]:
 
 
 class Known:
-    """The positions that both runners know of three requests, the second of which is read.
+    """Positions that both runners hold for three requests. The second request is read.
 
-    The model is called through the hooks of both runners, as vLLM does when a request arrives.
+    The hooks of both runners call the model, as in vLLM when a request arrives.
     """
 
     def __init__(self, tokens: list[int], features: list[MultiModalFeatureSpec]) -> None:
@@ -82,35 +82,40 @@ class Known:
         self.v2 = torch.zeros(9, positions.shape[1] + 2, dtype=torch.int32)
         self.v2[3:6, :-2] = positions
 
-    def place(self, features: list[Any], rows: list[torch.Tensor], computed: int, number: int) -> list[torch.Tensor]:
+    def write_rows(
+        self, features: list[Any], rows: list[torch.Tensor], computed: int, count: int
+    ) -> list[torch.Tensor]:
         """Write the positions of `rows` with both runners, and return the results. vLLM 0.33 rebuilds items first."""
         features = [dataclasses.replace(feature, data=None) for feature in features]
-        one, two = self._with_v1(features, rows, computed, number), self._with_v2(features, rows, computed, number)
-        assert len(one) == len(two) and all(map(torch.equal, one, two))
-        return one
+        v1_rows, v2_rows = (
+            self._with_v1(features, rows, computed, count),
+            self._with_v2(features, rows, computed, count),
+        )
+        assert len(v1_rows) == len(v2_rows) and all(map(torch.equal, v1_rows, v2_rows))
+        return v1_rows
 
-    def _with_v1(self, features: list[Any], rows: list[torch.Tensor], computed: int, number: int) -> list[torch.Tensor]:
-        """V1 only knows the positions of the tokens that it reads now."""
-        now = torch.zeros(3, number + 1, dtype=torch.long)
-        now[:, 1:] = self.provisional[:, computed : computed + number]
+    def _with_v1(self, features: list[Any], rows: list[torch.Tensor], computed: int, count: int) -> list[torch.Tensor]:
+        """Use V1, which only has positions of the tokens that it reads in this step."""
+        now = torch.zeros(3, count + 1, dtype=torch.long)
+        now[:, 1:] = self.provisional[:, computed : computed + count]
         requests = {"a": ([], 7), "b": (features, computed)}
         runner = SimpleNamespace(
             get_model=lambda: self.model, input_batch=SimpleNamespace(req_ids=["a", "b"]),
             requests={
-                name: SimpleNamespace(mm_features=one, num_computed_tokens=before)
-                for name, (one, before) in requests.items()
+                name: SimpleNamespace(mm_features=item_features, num_computed_tokens=before)
+                for name, (item_features, before) in requests.items()
             },
             mrope_positions=SimpleNamespace(gpu=now),
         )  # fmt: skip
-        step = SimpleNamespace(num_scheduled_tokens={"a": 1, "b": number})
+        step = SimpleNamespace(num_scheduled_tokens={"a": 1, "b": count})
         placed, is_row = wrap_gather_v1(lambda *_: (rows, "is_row"))(runner, step)
         assert is_row == "is_row" and not now[:, 0].any()
-        self.v1[:, computed : computed + number] = now[:, 1:]
+        self.v1[:, computed : computed + count] = now[:, 1:]
         return list(placed)
 
-    def _with_v2(self, features: list[Any], rows: list[torch.Tensor], computed: int, number: int) -> list[torch.Tensor]:
+    def _with_v2(self, features: list[Any], rows: list[torch.Tensor], computed: int, count: int) -> list[torch.Tensor]:
         batch = SimpleNamespace(
-            req_ids=["a", "b"], idx_mapping_np=np.array([2, 1]), num_scheduled_tokens=np.array([1, number]),
+            req_ids=["a", "b"], idx_mapping_np=np.array([2, 1]), num_scheduled_tokens=np.array([1, count]),
             num_computed_prefill_tokens_np=np.array([7, computed]),
         )  # fmt: skip
         pruner = SimpleNamespace(
@@ -140,56 +145,61 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
         )
         if plan.reduces:
             begin, end = plan.span
-            pads = torch.tensor([place for place, embed in enumerate(plan.is_embed) if embed])
-            gone: set[int] = set()
+            pads = torch.tensor([token_index for token_index, embed in enumerate(plan.is_embed) if embed])
+            dropped: set[int] = set()
             for segment, kept in zip(pads.split(plan.counts), plan.keep, strict=True):
-                gone |= set(segment[torch.randperm(len(segment), generator=generator)[kept:]].tolist())
-            left = [place for place in range(begin, end) if place not in gone]
+                dropped |= set(segment[torch.randperm(len(segment), generator=generator)[kept:]].tolist())
+            kept_indices = [token_index for token_index in range(begin, end) if token_index not in dropped]
             # Text between runs with separate budgets is kept.
-            stay = [place for place in left if plan.is_embed[place]] if per_run else left
-            written = plan.reduced()
+            row_indices = (
+                [token_index for token_index in kept_indices if plan.is_embed[token_index]] if per_run else kept_indices
+            )
+            prompt_tokens = plan.reduced()
         else:
-            stay, written = [place for place, embed in enumerate(plan.is_embed) if embed], plan.tokens
-        embeds = torch.tensor([token == PAD for token in written])
+            row_indices, prompt_tokens = (
+                [token_index for token_index, embed in enumerate(plan.is_embed) if embed],
+                plan.tokens,
+            )
+        embeds = torch.tensor([token == PAD for token in prompt_tokens])
         features.append(
-            MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(len(tokens), len(written), embeds))
+            MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(len(tokens), len(prompt_tokens), embeds))
         )
-        columns = torch.zeros(len(stay), COLUMNS, dtype=dtype)
+        columns = torch.zeros(len(row_indices), COLUMNS, dtype=dtype)
         if plan.reduces:
-            columns = encode_columns(compute_item_positions(rule, plan, item(plan), "video")[:, stay], dtype)
-        rows.append(torch.cat([torch.zeros(len(stay), 5, dtype=dtype), columns], 1))
+            columns = encode_columns(compute_item_positions(rule, plan, item(plan), "video")[:, row_indices], dtype)
+        rows.append(torch.cat([torch.zeros(len(row_indices), 5, dtype=dtype), columns], 1))
         if plan.reduces:
-            kept_places += [len(full) + p for p in [*range(begin), *left, *range(end, plan.length)]]
+            kept_places += [len(full) + p for p in [*range(begin), *kept_indices, *range(end, plan.length)]]
         else:
             kept_places += [len(full) + p for p in range(plan.length)]
         full += [*plan.tokens, 50, 51]
         kept_places += [len(full) - 2, len(full) - 1]
-        tokens += [*written, 50, 51]
+        tokens += [*prompt_tokens, 50, 51]
 
-    whole, _ = rule(full, [])
-    wanted = whole[:, kept_places]
+    full_positions, _ = rule(full, [])
+    expected = full_positions[:, kept_places]
     known = Known(tokens, features)
     provisional, delta = known.provisional, known.delta
-    assert delta == int(whole.max()) + 1 - len(tokens)
+    assert delta == int(full_positions.max()) + 1 - len(tokens)
     text = torch.tensor(tokens) != PAD
-    assert torch.equal(provisional[:, text], wanted[:, text])  # no value depends on the kept tokens
+    assert torch.equal(provisional[:, text], expected[:, text])  # no value depends on the kept tokens
 
     is_row = ~text
-    every = torch.cat(rows)
-    owner = torch.cat([torch.full((len(one),), index) for index, one in enumerate(rows)])
-    assert int(is_row.sum()) == len(every)
+    all_rows = torch.cat(rows)
+    owner = torch.cat([torch.full((len(piece),), index) for index, piece in enumerate(rows)])
+    assert int(is_row.sum()) == len(all_rows)
     for size in range(1, len(tokens) + 1):
         for skipped in (0, size // 2, len(tokens) // 2):  # a hit of the prefix cache
             known.reset()
             for computed in range(skipped, len(tokens), size):
                 before, after = int(is_row[:computed].sum()), int(is_row[: computed + size].sum())
-                chunk, of = every[before:after], owner[before:after]
-                pieces = [chunk[of == index] for index in of.unique()]
-                cut = known.place(features, pieces, computed, min(size, len(tokens) - computed))
-                assert [len(one) for one in cut] == [len(one) for one in pieces]
-                assert all(one.shape[1] == 5 for one in cut)
+                chunk, chunk_owner = all_rows[before:after], owner[before:after]
+                pieces = [chunk[chunk_owner == index] for index in chunk_owner.unique()]
+                cut = known.write_rows(features, pieces, computed, min(size, len(tokens) - computed))
+                assert [len(piece) for piece in cut] == [len(piece) for piece in pieces]
+                assert all(piece.shape[1] == 5 for piece in cut)
             for of_runner in (known.v1[:, : len(tokens)], known.v2[3:6, : len(tokens)]):
-                assert torch.equal(of_runner[:, skipped:].long(), wanted[:, skipped:])
+                assert torch.equal(of_runner[:, skipped:].long(), expected[:, skipped:])
             assert not known.v2[:3].any() and not known.v2[6:].any()
 
 
@@ -204,13 +214,13 @@ def test_item_without_note_raises() -> None:
     tokens, feature, rows = one_item()
     known = Known(tokens, [feature])
     known.model.tokenprune_notes = PositionNotes()
-    for place in (known._with_v1, known._with_v2):
+    for write in (known._with_v1, known._with_v2):
         with pytest.raises(UnsupportedSetupError, match="no positions for the item at token 1 of a request"):
-            place([feature], [rows], 0, len(tokens))
+            write([feature], [rows], 0, len(tokens))
     known = Known(tokens, [feature])
     moved = dataclasses.replace(feature, mm_position=PlaceholderRange(2, len(rows)))
     with pytest.raises(UnsupportedSetupError, match="at token 2"):
-        known.place([moved], [rows], 0, len(tokens))
+        known.write_rows([moved], [rows], 0, len(tokens))
 
 
 def test_notes_of_finished_requests_are_dropped() -> None:
@@ -237,19 +247,19 @@ def test_digits_are_exact() -> None:
         assert torch.equal(decode_columns(columns), positions)
 
 
-def by_loop(rule: Any, plan: Plan) -> torch.Tensor:
-    """`compute_item_positions`, token by token."""
+def compute_by_loop(rule: Any, plan: Plan) -> torch.Tensor:
+    """Compute `compute_item_positions` token by token."""
     known, _ = rule(plan.tokens, [])
     first, end = plan.span
-    start, found = first, []
-    for at in range(plan.length):
-        inside = plan.per_run and first <= at < end
-        if inside and not (at > first and plan.is_embed[at] and plan.is_embed[at - 1]):
-            start = at
+    start, columns = first, []
+    for index in range(plan.length):
+        inside = plan.per_run and first <= index < end
+        if inside and not (index > first and plan.is_embed[index] and plan.is_embed[index - 1]):
+            start = index
         begin = start if inside else first
         base = 0 if begin == 0 else int(known[:, begin - 1].max()) + 1
-        found.append(known[:, at] - base)
-    return torch.stack(found, dim=1)
+        columns.append(known[:, index] - base)
+    return torch.stack(columns, dim=1)
 
 
 @pytest.mark.parametrize("per_run", [False, True])
@@ -265,7 +275,7 @@ def test_item_positions_match_a_loop_over_tokens(seed: int, per_run: bool) -> No
         find_runs([PAD if c == "#" else ord(c) for c in text], embeds),
         per_run,
     )
-    assert torch.equal(compute_item_positions(rule, plan, item(plan), "video"), by_loop(rule, plan))
+    assert torch.equal(compute_item_positions(rule, plan, item(plan), "video"), compute_by_loop(rule, plan))
 
 
 class Operations(TorchDispatchMode):
@@ -288,9 +298,9 @@ def test_number_of_operations_does_not_depend_on_length() -> None:
 
     counts = []
     for frames in (2, 50):
-        one = plan(frames)
-        known = rule(one.tokens, [])
+        item_plan = plan(frames)
+        known = rule(item_plan.tokens, [])
         with Operations() as operations:
-            compute_item_positions(lambda *_: known, one, item(one), "video")  # noqa: B023
+            compute_item_positions(lambda *_: known, item_plan, item(item_plan), "video")  # noqa: B023
         counts.append(operations.count)
     assert counts[0] == counts[1] > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles, limits and the policy under load, read again from a file while the server runs."""
+"""Profiles, limits and the policy under load are reloaded from a file while the server runs."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ LESS = {"profiles": {"fast": {"keep": 0.5, "min_keep": 0.4}, "slow": {"off": Tru
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    made = tmp_path / "offer.json"
-    made.write_text(json.dumps(FAST))
-    return made
+    path = tmp_path / "offer.json"
+    path.write_text(json.dumps(FAST))
+    return path
 
 
 @pytest.fixture
 def engine(folder: Callable[[str], Path], file: Path, request: pytest.FixtureRequest) -> Any:
-    """The parts of an engine that a reload uses."""
+    """Return the parts of an engine that a reload uses."""
     name = request.node.name.partition("[")[0]
     front = FrontEnd(folder, NAME, DIVPRUNE | {"reload": str(file)}, name)
     parts = engine_parts(front.processor, name=name, front=front, calls=[])
 
     async def collective_rpc(method: str, args: tuple) -> list[int]:
-        """Record the call, and the profiles that requests see meanwhile."""
+        """Record the call, and the profiles that requests see at that time."""
         parts.calls.append((method, *args, get_server_config(front.model_config).names))
         return [0]
 
@@ -55,32 +55,37 @@ def engine(folder: Callable[[str], Path], file: Path, request: pytest.FixtureReq
     return parts
 
 
-def left(engine: Any, asked: Any) -> int:
+def count_image_tokens(engine: Any, override: Any) -> int:
     """Image tokens in the prompt of a request."""
-    return engine.front.count(1, asked, cached=False)
+    return engine.front.count(1, override, cached=False)
 
 
-def test_the_file_is_taken(engine: Any, file: Path) -> None:
+def test_reload_applies_the_file(engine: Any, file: Path) -> None:
     model_config = engine.vllm_config.model_config
     offer = get_server_config(model_config)
     assert offer.names == ["fast"] and offer.rules["default"].min_keep == 0.1
-    full, before = left(engine, {"off": True}), left(engine, {"profile": "fast"})
+    full, before = count_image_tokens(engine, {"off": True}), count_image_tokens(engine, {"profile": "fast"})
     with pytest.raises(ProfileError):
-        left(engine, {"profile": "slow"})
+        count_image_tokens(engine, {"profile": "slow"})
     file.write_text(json.dumps(LESS))
-    assert left(engine, {"profile": "fast"}) == before, "read without a signal"
+    assert count_image_tokens(engine, {"profile": "fast"}) == before, "read without a signal"
     assert asyncio.run(reload.reload(engine)) is True
     assert get_server_config(model_config).overload.steps == (4,)
-    assert left(engine, {"profile": "slow"}) == full > left(engine, {"profile": "fast"}) > 2 * before
+    assert (
+        count_image_tokens(engine, {"profile": "slow"})
+        == full
+        > count_image_tokens(engine, {"profile": "fast"})
+        > 2 * before
+    )
     with pytest.raises(LimitError):
-        left(engine, {"keep": 0.15})
+        count_image_tokens(engine, {"keep": 0.15})
     with pytest.raises(LimitError, match=r"below min_keep=0\.4 of profile 'fast'"):
-        left(engine, {"profile": "fast", "keep": 0.3})
+        count_image_tokens(engine, {"profile": "fast", "keep": 0.3})
     assert samples("tokenprune:reloads_total", engine.name) == {("taken",): 1, ("refused",): 0}
     assert [labels[1:3] for labels, value in samples("tokenprune:info", engine.name).items() if value] == [
         ("min_keep 0.2; fast: min_keep 0.4", "fast,slow")
     ]
-    pickle.dumps(model_config.multimodal_config)  # as it goes to the engine's process
+    pickle.dumps(model_config.multimodal_config)  # it must reach the engine's process
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,7 @@ def test_a_bad_file_changes_nothing(
     engine: Any, file: Path, text: str | None, says: str, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    # A logger of the test's own: what an engine of another test made of vLLM's loggers is left alone.
+    # Use a separate logger, because engines of other tests configure vLLM's loggers.
     monkeypatch.setattr(reload, "logger", logging.getLogger("of this test"))
     before, counted = (
         get_server_config(engine.vllm_config.model_config),
@@ -107,7 +112,7 @@ def test_a_bad_file_changes_nothing(
     file.unlink() if text is None else file.write_text(text)
     assert asyncio.run(reload.reload(engine)) is False
     assert get_server_config(engine.vllm_config.model_config) is before
-    (record,) = [one for one in caplog.records if one.name == "of this test"]
+    (record,) = [entry for entry in caplog.records if entry.name == "of this test"]
     assert record.levelno == logging.WARNING and "the previous configuration stays in force" in record.getMessage()
     assert re.search(says, record.getMessage())
     after = samples("tokenprune:reloads_total", engine.name)
@@ -115,30 +120,33 @@ def test_a_bad_file_changes_nothing(
 
 
 def test_images_that_cannot_be_smaller_are_refused_as_at_the_start(folder: Callable[[str], Path], file: Path) -> None:
-    made = processor(folder("llava"), DIVPRUNE | {"reload": str(file)}, served_model_name="fixed")
-    engine, model_config = engine_parts(made, collective_rpc=None), made.info.ctx.model_config  # a call would raise
+    mm_processor = processor(folder("llava"), DIVPRUNE | {"reload": str(file)}, served_model_name="fixed")
+    engine, model_config = (
+        engine_parts(mm_processor, collective_rpc=None),
+        mm_processor.info.ctx.model_config,
+    )  # a call would raise
     before = get_server_config(model_config)
     file.write_text('{"profiles": {"small": {"method": "downsample", "keep": 0.5}}}')
     assert asyncio.run(reload.reload(engine)) is False and get_server_config(model_config) is before
 
 
-def test_a_profile_that_has_left_is_served_for_a_minute(
+def test_removed_profile_is_served_for_a_minute(
     engine: Any, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By its old value and with one line of the log, by key and by name; what has another value is served by that."""
+    """Requests by key or name get its old value, with one line in the log. Profiles that changed apply at once."""
     monkeypatch.setattr(server_config.time, "monotonic", lambda: now)
-    # Not the server's own logger: others have it write elsewhere.
+    # Use a separate logger, because other tests redirect the server's logger.
     monkeypatch.setattr(server_config, "logger", logging.getLogger("grace"))
     model_config, now = engine.vllm_config.model_config, 100.0
     file.write_text(json.dumps({"profiles": {"fast": {"keep": 0.11}, "slow": {"keep": 0.5}}}))
     assert asyncio.run(reload.reload(engine))
-    before = {name: left(engine, {"profile": name}) for name in ("fast", "slow")}
+    before = {name: count_image_tokens(engine, {"profile": name}) for name in ("fast", "slow")}
 
     def by_name(name: str) -> Any:
         request = SimpleNamespace(model=f"{model_config.served_model_name}:{name}", messages=[])
         renderer = SimpleNamespace(model_config=model_config, trust_request_mm_kwargs=False)
         profiles._with_profile(renderer, request, RequestLoad())
-        return left(engine, request.mm_processor_kwargs["tokenprune"])
+        return count_image_tokens(engine, request.mm_processor_kwargs["tokenprune"])
 
     file.write_text('{"profiles": {"slow": {"keep": 0.25}}}')
     assert asyncio.run(reload.reload(engine))
@@ -147,40 +155,42 @@ def test_a_profile_that_has_left_is_served_for_a_minute(
     assert asyncio.run(reload.reload(engine))
     caplog.clear()
     now += 39
-    assert left(engine, {"profile": "fast"}) == by_name("fast") == before["fast"]
-    (line,) = [one.getMessage() for one in caplog.records if one.name == "grace"]
+    assert count_image_tokens(engine, {"profile": "fast"}) == by_name("fast") == before["fast"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "grace"]
     assert "use the removed profile fast" in line and "for another 1 s" in line
-    assert before["fast"] < left(engine, {"profile": "slow"}) == by_name("slow") < before["slow"]
-    assert left(engine, {"profile": "slow"}) == left(engine, {})
+    assert before["fast"] < count_image_tokens(engine, {"profile": "slow"}) == by_name("slow") < before["slow"]
+    assert count_image_tokens(engine, {"profile": "slow"}) == count_image_tokens(engine, {})
     for unknown in ("fsat", ["fast"], None):
         with pytest.raises(ProfileError):
-            left(engine, {"profile": unknown})
+            count_image_tokens(engine, {"profile": unknown})
     now += 2
-    for ask in (by_name, lambda name: left(engine, {"profile": name})):
+    for ask in (by_name, lambda name: count_image_tokens(engine, {"profile": name})):
         with pytest.raises(ProfileError, match="Use one of: default"):
             ask("fast")
     by_name("slow")
     file.write_text('{"profiles": {"fast": {"keep": 0.5}}}')
     assert asyncio.run(reload.reload(engine))
-    assert left(engine, {"profile": "fast"}) == before["slow"]
+    assert count_image_tokens(engine, {"profile": "fast"}) == before["slow"]
 
 
-def test_a_request_on_its_way_goes_by_what_it_chose_from(
-    engine: Any, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From its key in caches to its plan, whatever becomes of its profile in between."""
-    asked = engine.front.choose({"profile": "fast"}, by="name")
-    before = left(engine, {"profile": "fast"})
+def test_running_request_keeps_its_profile(engine: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its cache key to its plan, a request uses the profile that it chose, even if that profile is removed."""
+    choice = engine.front.choose({"profile": "fast"}, by="name")
+    before = count_image_tokens(engine, {"profile": "fast"})
     file.write_text("{}")
     assert asyncio.run(reload.reload(engine))
     later = time.monotonic() + server_config.GRACE_SECONDS + 1
     monkeypatch.setattr(server_config.time, "monotonic", lambda: later)
     with pytest.raises(ProfileError):
-        left(engine, {"profile": "fast"})
-    assert left(engine, asked) == before and asked.served.profile == "fast" and asked.served.tokens_out == before
+        count_image_tokens(engine, {"profile": "fast"})
+    assert (
+        count_image_tokens(engine, choice) == before
+        and choice.served.profile == "fast"
+        and choice.served.tokens_out == before
+    )
 
 
-def test_a_signal_reads_it(engine: Any, file: Path) -> None:
+def test_signal_triggers_a_reload(engine: Any, file: Path) -> None:
     async def main() -> None:
         reload.handle_reloads(engine)
         file.write_text(json.dumps(LESS))
@@ -197,11 +207,11 @@ def test_a_signal_reads_it(engine: Any, file: Path) -> None:
 def test_workers_warm_up_before_requests_see_new_profiles(engine: Any, file: Path) -> None:
     file.write_text(json.dumps(LESS))
     assert asyncio.run(reload.reload(engine))
-    ((method, warmed, seen),) = engine.calls
-    assert method == "tokenprune_warm_up" and seen == ["fast"]
+    ((method, warmed, visible),) = engine.calls
+    assert method == "tokenprune_warm_up" and visible == ["fast"]
     assert warmed == get_server_config(engine.vllm_config.model_config).profiles
     assert set(warmed) == {"default", "fast", "slow"}
-    assert json.loads(json.dumps(warmed)) == warmed  # as it goes to the workers
+    assert json.loads(json.dumps(warmed)) == warmed  # the workers receive it as JSON
 
 
 def test_a_method_that_fails_to_warm_up_refuses_the_file(
@@ -247,7 +257,7 @@ def test_signals_in_a_row_are_handled_one_after_the_other(engine: Any, file: Pat
 
 def test_only_a_server_with_a_file_listens(folder: Callable[[str], Path], engine: Any) -> None:
     heard = signal.getsignal(signal.SIGHUP)
-    reload.handle_reloads(engine)  # no loop runs: a program of its own
+    reload.handle_reloads(engine)  # no event loop runs, as in a script
     assert signal.getsignal(signal.SIGHUP) is heard
 
     async def main() -> None:
@@ -266,7 +276,7 @@ def test_only_a_server_with_a_file_listens(folder: Callable[[str], Path], engine
         ({"profiles": {}, "methods": ["pool"]}, "methods, profiles belongs in the reload file"),
     ],
 )
-def test_a_key_stands_in_one_place(folder: Callable[[str], Path], file: Path, more: Any, says: str) -> None:
+def test_key_in_setting_and_file_is_refused(folder: Callable[[str], Path], file: Path, more: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         config(folder("llava"), DIVPRUNE | {"reload": str(file)} | more)
     for bad in (3, "", None):

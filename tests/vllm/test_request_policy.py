@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between vLLM's request and the plugin: a setting is resolved once, a plain one without the gateway."""
+"""From vLLM's request to the plugin: a setting is resolved once, and plain settings do not load the gateway."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("key", SETTINGS)
-@pytest.mark.parametrize("asked", [None, {"keep": 0.5}])
+@pytest.mark.parametrize("override", [None, {"keep": 0.5}])
 def test_a_request_is_resolved_once(
-    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, key: str, asked: Any
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, key: str, override: Any
 ) -> None:
-    """Whatever its steps are: hashes, items that a cache has or lacks, prompts and plans."""
+    """In all steps: hashes, items that a cache has or lacks, prompts and plans."""
     front, calls = FrontEnd(folder, NAME, DIVPRUNE | SETTINGS[key]), Counter[str]()
 
     def counting(owner: Any, name: str) -> None:
@@ -54,11 +54,11 @@ def test_a_request_is_resolved_once(
     counting(ServedRequest, "build")
     counting(items, "family_of")
     for count in (1, 3):
-        front.ask(count, asked)
-        assert calls.pop("family_of", 0) == (count == 1)  # what a model's items have in common, for its first request
+        front.ask(count, override)
+        assert calls.pop("family_of", 0) == (count == 1)  # properties of a model's items, at its first request
         assert calls.pop("check_model") == 1
         assert calls.pop("setting", 0) + calls.pop("parse_request", 0) == 1
-        assert calls.pop("build") <= 2 and not calls  # served, or held back and its shadow
+        assert calls.pop("build") <= 2 and not calls  # the served request, and in shadow a second one
 
 
 def test_a_choice_of_an_endpoint_is_resolved_there(
@@ -74,26 +74,31 @@ def test_a_choice_of_an_endpoint_is_resolved_there(
 
 def test_threads_do_not_share_a_request(folder: Callable[[str], Path]) -> None:
     keeps = (0.1, 0.25, 0.5, 1.0)
-    front, barrier, found = FrontEnd(folder, NAME, DIVPRUNE), threading.Barrier(len(keeps)), dict[float, set[int]]()
+    front, barrier, counts = FrontEnd(folder, NAME, DIVPRUNE), threading.Barrier(len(keeps)), dict[float, set[int]]()
 
     def ask(keep: float) -> None:
         barrier.wait()
         for _ in range(8):
-            found.setdefault(keep, set()).add(front.count(2, {"keep": keep}, cached=False))
+            counts.setdefault(keep, set()).add(front.count(2, {"keep": keep}, cached=False))
 
     threads = [threading.Thread(target=ask, args=(keep,)) for keep in keeps]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    numbers = [found[keep] for keep in keeps]
-    assert all(len(one) == 1 for one in numbers)
-    assert sorted(map(min, numbers)) == [min(one) for one in numbers] and len({min(one) for one in numbers}) == 4
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    count_sets = [counts[keep] for keep in keeps]
+    assert all(len(counts_of_keep) == 1 for counts_of_keep in count_sets)
+    assert (
+        sorted(map(min, count_sets)) == [min(counts_of_keep) for counts_of_keep in count_sets]
+        and len({min(counts_of_keep) for counts_of_keep in count_sets}) == 4
+    )
 
 
 def test_a_plain_setting_needs_no_tokenprune_serve(folder: Callable[[str], Path]) -> None:
-    """Not even for what a request writes; and a request that names a profile, or ages, is answered by it. Nor does it
-    need what takes tokens out inside the language model, in a front end or a worker."""
+    """Settings of requests do not load the gateway either, but profiles and ages do.
+
+    Front ends and workers also do not load the code of cuts inside the language model.
+    """
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -124,7 +129,7 @@ for wrong in (7.5, {{"average_share": 7.5}}):
 ask(**ASKED)
 assert "tokenprune.integrations.vllm.gateway.policy" in loaded()
 """
-    for asked in ("{'profile': 'default'}", repr(AGES)):
-        ran = code.replace("ASKED", asked)
-        done = subprocess.run([sys.executable, "-c", ran], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
+    for requested in ("{'profile': 'default'}", repr(AGES)):
+        script = code.replace("ASKED", requested)
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr[-2000:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout serves in full and counts what would have been kept: the same that is kept where it does not hold back."""
+"""A rollout serves requests unpruned, and counts the tokens that it would have kept."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ SETTINGS = {
     "frames": {"method": "evs", "keep": 0.5},
 }
 CASES = [
-    *(("qwen2_5_vl", one) for one in SETTINGS),
-    *(("llava_next", one) for one in ("divprune", "two")),
-    *(("mistral3", one) for one in ("divprune", "dynres")),
+    *(("qwen2_5_vl", key) for key in SETTINGS),
+    *(("llava_next", key) for key in ("divprune", "two")),
+    *(("mistral3", key) for key in ("divprune", "dynres")),
     ("qwen3_vl", "dynres"),
     ("internvl", "divprune"),
 ]
 
 
 @pytest.mark.parametrize(("name", "key"), CASES)
-def test_what_would_be_kept(folder: Callable[[str], Path], name: str, key: str) -> None:
-    real, shadow = f"real-{name}-{key}", f"shadow-{name}-{key}"
-    reduced = FrontEnd(folder, name, SETTINGS[key], real)
-    held = FrontEnd(folder, name, SETTINGS[key] | {"rollout": 0.0}, shadow)
+def test_shadow_counts_match(folder: Callable[[str], Path], name: str, key: str) -> None:
+    pruned_name, shadow_name = f"real-{name}-{key}", f"shadow-{name}-{key}"
+    pruned_front = FrontEnd(folder, name, SETTINGS[key], pruned_name)
+    shadow_front = FrontEnd(folder, name, SETTINGS[key] | {"rollout": 0.0}, shadow_name)
     for count in (1, 3, 3):
-        reduced.ask(count)
-        assert held.ask(count) == held.ask(count, {"off": True})
-    found, wanted = sum_stages("tokenprune:shadow_tokens_total", shadow), sum_stages(TOTAL, real)
-    assert found == wanted and 0 < found["out"] <= found["in"]
-    assert (found["out"] < found["in"]) == (key != "frames")  # images stay where frames are compared
-    assert set(samples("tokenprune:shadow_requests_total", shadow).items()) == {(("kept", "default"), 3)}
-    assert samples(TOTAL, shadow).keys() == {("1", "off", stage) for stage in ("in", "out")}
+        pruned_front.ask(count)
+        assert shadow_front.ask(count) == shadow_front.ask(count, {"off": True})
+    counted, expected = sum_stages("tokenprune:shadow_tokens_total", shadow_name), sum_stages(TOTAL, pruned_name)
+    assert counted == expected and 0 < counted["out"] <= counted["in"]
+    assert (counted["out"] < counted["in"]) == (key != "frames")  # methods that compare frames keep images unpruned
+    assert set(samples("tokenprune:shadow_requests_total", shadow_name).items()) == {(("kept", "default"), 3)}
+    assert samples(TOTAL, shadow_name).keys() == {("1", "off", stage) for stage in ("in", "out")}
 
 
-def test_a_share_is_reduced_and_the_rest_counted(folder: Callable[[str], Path]) -> None:
-    """A setting that would be refused is refused on both sides; what cannot be counted is served, and said."""
+def test_rollout_prunes_a_share_of_requests(folder: Callable[[str], Path]) -> None:
+    """Wrong settings are refused in both groups. A request that cannot be counted is served and recorded."""
     name, model = "qwen2_5_vl", "split"
     profiles = {"fast": {"keep": 0.11, "rollout": 1.0}, "ocr": {"off": True}}
     front = FrontEnd(folder, name, DIVPRUNE | {"profiles": profiles, "rollout": 0.25, "min_keep": 0.1}, model)
     ask = front.ask
-    whole = ask(1, {"profile": "ocr"})
-    less = ask(1, lot=0.2)
-    assert len(less) < len(whole) == len(ask(1, lot=0.25)) == len(ask(1, lot=0.9))
-    assert len(ask(1, {"profile": "fast"}, lot=0.9)) < len(less)
+    unpruned = ask(1, {"profile": "ocr"})
+    pruned = ask(1, lot=0.2)
+    assert len(pruned) < len(unpruned) == len(ask(1, lot=0.25)) == len(ask(1, lot=0.9))
+    assert len(ask(1, {"profile": "fast"}, lot=0.9)) < len(pruned)
     for lot in (0.0, 0.9):
         for bad in ({"keep": 2.0}, {"keep": 0.05}, {"method": "divprun"}, {"profile": "fsat"}):
             with pytest.raises(ValueError):
@@ -63,7 +63,7 @@ def test_a_share_is_reduced_and_the_rest_counted(folder: Callable[[str], Path]) 
     ends = CHECKPOINTS[name].prompt(1).partition("<|vision_end|>")[0]
     with pytest.raises(OptionError, match="ends with an image"):
         ask(1, prompt=ends, lot=0.0)
-    assert len(ask(1, prompt=ends, lot=0.9)) < len(whole)  # of which the text behind is missing alone
+    assert len(ask(1, prompt=ends, lot=0.9)) < len(unpruned)  # shorter only by the text after the image
     shadows = samples("tokenprune:shadow_requests_total", model)
     assert shadows == {("kept", "default"): 2, ("input", "default"): 1}
     tokens = samples("tokenprune:shadow_tokens_total", model)
@@ -72,12 +72,12 @@ def test_a_share_is_reduced_and_the_rest_counted(folder: Callable[[str], Path]) 
     assert sum(requests.values()) == 6 and front.model_config.served_model_name == model
 
 
-def test_sides_share_nothing_and_each_shares_with_itself(folder: Callable[[str], Path]) -> None:
+def test_groups_have_separate_cache_entries(folder: Callable[[str], Path]) -> None:
     front = FrontEnd(folder, "qwen2_5_vl", DIVPRUNE | {"rollout": 0.5}, "sides")
 
-    def hashes(asked: Any, lot: float) -> str:
-        return front.process(1, asked, lot=lot)["mm_hashes"]["image"][0]
+    def hashes(override: Any, lot: float) -> str:
+        return front.process(1, override, lot=lot)["mm_hashes"]["image"][0]
 
-    asked = [({}, 0.0), ({}, 0.9), ({"keep": 0.5}, 0.9), ({"off": True}, 0.9)]
-    assert len({hashes(*one) for one in asked}) == 4
+    requests = [({}, 0.0), ({}, 0.9), ({"keep": 0.5}, 0.9), ({"off": True}, 0.9)]
+    assert len({hashes(*request) for request in requests}) == 4
     assert hashes({}, 0.9) == hashes({"keep": 0.25}, 0.6)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters beside the reduction, on both of vLLM's model runners: they choose from the log-probabilities of
-the patched Hugging Face model."""
+"""Sampling parameters with pruning, on both model runners: tokens follow the log-probabilities of the reference."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import DIVPRUNE, Engine, same
+from conftest import DIVPRUNE, Engine, check_same
 
 OFF = {"off": True}
 STEPS = 6
@@ -23,30 +22,30 @@ def engine(start: Callable[..., Engine]) -> Engine:
     return start("llava", DIVPRUNE)
 
 
-def params(**asked: Any) -> Any:
+def params(**options: Any) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(**dict(max_tokens=STEPS, ignore_eos=True, logprobs=5) | asked)
+    return SamplingParams(**dict(max_tokens=STEPS, ignore_eos=True, logprobs=5) | options)
 
 
-def biased(logprobs: Tensor, written: list[int]) -> int:
-    """With a bias for some tokens, each of which loses as it is repeated."""
+def choose_biased(logprobs: Tensor, generated: list[int]) -> int:
+    """Choose the likeliest token with a bias for some tokens and a penalty for each repetition."""
     logits = logprobs.clone()
     for token, bias in BIASED.items():
         logits[token] += bias
-    for token in set(written):
-        logits[token] -= 1.5 + 0.5 * written.count(token)
+    for token in set(generated):
+        logits[token] -= 1.5 + 0.5 * generated.count(token)
     return int(logits.argmax())
 
 
-def allowed(logprobs: Tensor, written: list[int]) -> int:
+def choose_allowed(logprobs: Tensor, generated: list[int]) -> int:
     return ALLOWED[int(logprobs[ALLOWED].argmax())]
 
 
-def ask(engine: Engine, asked: list[tuple[dict[str, Any], Any]]) -> list[Any]:
+def ask(engine: Engine, cases: list[tuple[dict[str, Any], Any]]) -> list[Any]:
     prompt, images = engine.checkpoint.prompt(2), engine.checkpoint.images(2)
-    requests = [engine.request(prompt, images, override) for override, _ in asked]
-    return engine.llm.generate(requests, [one for _, one in asked], use_tqdm=False)
+    requests = [engine.request(prompt, images, override) for override, _ in cases]
+    return engine.llm.generate(requests, [sampling for _, sampling in cases], use_tqdm=False)
 
 
 def expected(
@@ -60,59 +59,62 @@ def expected(
 def test_greedy_answers(engine: Engine, reference: Any) -> None:
     bias = params(temperature=0.0, logit_bias=BIASED, presence_penalty=1.5, frequency_penalty=0.5)
     within = params(temperature=0.0, allowed_token_ids=ALLOWED)
-    cases = [(override, *one) for override in ({}, OFF) for one in ((bias, biased), (within, allowed))]
+    cases = [
+        (override, *choice) for override in ({}, OFF) for choice in ((bias, choose_biased), (within, choose_allowed))
+    ]
     outputs = ask(engine, [case[:2] for case in cases])
     for (override, _, choose), output in zip(cases, outputs, strict=True):
         tokens, logprobs = expected(engine, reference, override, choose)
-        assert list(output.outputs[0].token_ids) == tokens and len(set(tokens)) > (choose is biased)
-        first = {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()}
+        assert list(output.outputs[0].token_ids) == tokens and len(set(tokens)) > (choose is choose_biased)
+        first = {token: entry.logprob for token, entry in output.outputs[0].logprobs[0].items()}
         assert all(abs(value - float(logprobs[0, token])) < 1e-4 for token, value in first.items())
 
 
 def test_seeded_answers(engine: Engine, reference: Any) -> None:
-    """Alone and in a batch the same; and each token was drawn from what the reference says."""
-    drawn = [({}, params(seed=7)), ({}, params(seed=8)), (OFF, params(seed=7)), ({}, params(seed=7, min_p=0.05))]
-    together = ask(engine, drawn)
-    answers = [tuple(output.outputs[0].token_ids) for output in together]
-    for one, output in zip(drawn, together, strict=True):
-        (alone,) = ask(engine, [one])
-        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+    """Single and batched requests give the same tokens, and their log-probabilities match the reference."""
+    cases = [({}, params(seed=7)), ({}, params(seed=8)), (OFF, params(seed=7)), ({}, params(seed=7, min_p=0.05))]
+    batched = ask(engine, cases)
+    answers = [tuple(output.outputs[0].token_ids) for output in batched]
+    for case, output in zip(cases, batched, strict=True):
+        (single,) = ask(engine, [case])
+        assert single.outputs[0].token_ids == output.outputs[0].token_ids
         forced = list(output.outputs[0].token_ids)
-        same(
-            output, *expected(engine, reference, one[0], lambda logprobs, written, forced=forced: forced[len(written)])
+        check_same(
+            output,
+            *expected(engine, reference, case[0], lambda logprobs, generated, forced=forced: forced[len(generated)]),
         )
     assert len(set(answers[:3])) == 3
 
 
 def test_structured_output(engine: Engine, reference: Any) -> None:
-    """The likeliest of the words that a grammar allows, letter by letter."""
+    """The likeliest word of a grammar is chosen letter by letter."""
     from vllm.sampling_params import StructuredOutputsParams
 
     tokenizer = engine.llm.get_tokenizer()
     words = ["abbey", "azure", "mango", "mirth", "zebra", "zonal"]
-    spelt = [[*tokenizer.encode(word, add_special_tokens=False), tokenizer.eos_token_id] for word in words]
+    spellings = [[*tokenizer.encode(word, add_special_tokens=False), tokenizer.eos_token_id] for word in words]
 
-    def spell(logprobs: Tensor, written: list[int]) -> int:
-        letters = sorted({one[len(written)] for one in spelt if one[: len(written)] == written})
+    def spell(logprobs: Tensor, generated: list[int]) -> int:
+        letters = sorted({ids[len(generated)] for ids in spellings if ids[: len(generated)] == generated})
         return letters[int(logprobs[letters].argmax())]
 
-    asked = params(temperature=0.0, ignore_eos=False, structured_outputs=StructuredOutputsParams(choice=words))
+    sampling = params(temperature=0.0, ignore_eos=False, structured_outputs=StructuredOutputsParams(choice=words))
     cases = [{}, OFF, {"method": "uniform", "keep": 3}]
-    for override, output in zip(cases, ask(engine, [(override, asked) for override in cases]), strict=True):
+    for override, output in zip(cases, ask(engine, [(override, sampling) for override in cases]), strict=True):
         tokens, logprobs = expected(engine, reference, override, spell)
-        answer, first = output.outputs[0], sorted({one[0] for one in spelt})
+        answer, first = output.outputs[0], sorted({ids[0] for ids in spellings})
         assert list(answer.token_ids) == tokens and answer.text in words
-        for token, wanted in zip(first, logprobs[0, first].log_softmax(0).tolist(), strict=True):
-            assert abs(answer.logprobs[0][token].logprob - wanted) < 1e-4
+        for token, expected_logprob in zip(first, logprobs[0, first].log_softmax(0).tolist(), strict=True):
+            assert abs(answer.logprobs[0][token].logprob - expected_logprob) < 1e-4
 
 
 @pytest.mark.only_v1("Triton's interpreter cannot run V2's kernel for top_k and top_p")
 def test_cut_distributions(engine: Engine, reference: Any) -> None:
-    for one in (params(seed=7, top_k=3), params(seed=7, top_p=0.3)):
-        (output,) = ask(engine, [({}, one)])
+    for sampling in (params(seed=7, top_k=3), params(seed=7, top_p=0.3)):
+        (output,) = ask(engine, [({}, sampling)])
         forced = list(output.outputs[0].token_ids)
-        _, logprobs = expected(engine, reference, {}, lambda logprobs, written, forced=forced: forced[len(written)])
+        _, logprobs = expected(engine, reference, {}, lambda logprobs, generated, forced=forced: forced[len(generated)])
         for token, row in zip(forced, logprobs, strict=True):
             above = row[row > row[token]]
-            assert len(above) < 3 if one.top_k == 3 else float(above.exp().sum()) < 0.3
+            assert len(above) < 3 if sampling.top_k == 3 else float(above.exp().sum()) < 0.3
     assert torch.isfinite(logprobs).all()

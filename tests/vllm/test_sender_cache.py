@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front end's cache and the engine's, which are vLLM's own, with what stands between them played by hand: requests
-that are refused, and requests that overtake each other."""
+"""vLLM's image caches in the front end and in the engine, with requests that are refused or overtake each other."""
 
 from __future__ import annotations
 
@@ -25,15 +24,16 @@ ROOM = 10  # items of size 1 in the cache
 FLOATS = 1000
 
 
-def made(name: str, size: int = 1) -> Any:
+def make_item(name: str, size: int = 1) -> Any:
     pixels = torch.full((size * FLOATS,), float(ord(name[0])))
     return MultiModalKwargsItem({"pixels": MultiModalFieldElem(pixels, MultiModalBatchedField())})
 
 
-class Between:
-    """A front end and an engine, and the requests that are on their way from one to the other.
+class CachePair:
+    """A front end, an engine, and the requests in transit between them.
 
-    processed: names of the images of each run of the processor.
+    Attributes:
+        processed: Names of the images in each run of the processor.
     """
 
     def __init__(self, sizes: dict[str, int] | None = None, executor: Any = None) -> None:
@@ -42,7 +42,7 @@ class Between:
         self.engine, self.front = LruKeyReplicatedReceiverCache(config), LruKeyReplicatedSenderCache(config)
         self.sizes, self.processed = sizes or {}, list[str]()
         self.before: Callable[[], None] = lambda: None  # called each time a request arrives
-        self.reports: list[Any] = []  # what the engine answers next
+        self.reports: list[Any] = []  # next answers of the engine
         self.client: Any = SimpleNamespace(
             add_request=self._arrive, add_request_async=self._arrive_async, get_output=lambda: self.reports.pop(0),
             get_output_async=self._answer_async,
@@ -50,20 +50,20 @@ class Between:
         sender_cache._follow(self.front, self.client, executor)
 
     def process(self, names: str) -> Any:
-        """As `BaseMultiModalProcessor._cached_apply_hf_processor` and ours around it."""
+        """Process images like `BaseMultiModalProcessor._cached_apply_hf_processor` and the plugin's code around it."""
         front: Any = self.front
-        there = front.is_cached(list(names))
-        fresh = [None if held else (self._run(name), [name]) for name, held in zip(names, there, strict=True)]
+        cached = front.is_cached(list(names))
+        fresh = [None if is_held else (self._run(name), [name]) for name, is_held in zip(names, cached, strict=True)]
         for name in names:
             front.touch_sender_cache_item(name)
         items = [front.get_and_update_item(item, name)[0] for name, item in zip(names, fresh, strict=True)]
         front.release_sender_touches()
-        own = {"image": items}
+        mm_items = {"image": items}
         if hasattr(front, "promise"):
-            front.promise(own, lambda: {"image": [self._run(name) for name in names]})
+            front.promise(mm_items, lambda: {"image": [self._run(name) for name in names]})
         features = [
             SimpleNamespace(data=item, mm_hash=name, identifier=f"lora:{name}")
-            for name, item in zip(names, own["image"], strict=True)
+            for name, item in zip(names, mm_items["image"], strict=True)
         ]
         return SimpleNamespace(mm_features=features)
 
@@ -72,20 +72,22 @@ class Between:
 
     def _run(self, name: str) -> Any:
         self.processed.append(name)
-        return made(name, self.sizes.get(name, 1))
+        return make_item(name, self.sizes.get(name, 1))
 
     def _arrive(self, request: Any) -> None:
         self.before()
         copies: Any = [SimpleNamespace(**vars(feature)) for feature in request.mm_features]
-        assert not any(isinstance(one.data, sender_cache.PromisedItem) for one in copies)
-        for one in self.engine.get_and_update_features(copies):
-            assert one.data["pixels"].data[0] == ord(one.mm_hash), "the engine has another image under this hash"
+        assert not any(isinstance(feature.data, sender_cache.PromisedItem) for feature in copies)
+        for feature in self.engine.get_and_update_features(copies):
+            assert feature.data["pixels"].data[0] == ord(feature.mm_hash), (
+                "the engine has another image under this hash"
+            )
 
     async def _answer_async(self) -> Any:
         return self.reports.pop(0)
 
     def miss(self, *names: str) -> Any:
-        """Lose all images of the engine, and return its report of a request that missed some of them."""
+        """Empty the engine's cache, and return its report of a request that missed some images."""
         self.engine.clear_cache()
         output = EngineCoreOutput("request", [], mm_cache_miss_hashes=list(names))
         self.reports.append(EngineCoreOutputs(outputs=[EngineCoreOutput("other", [1]), output]))
@@ -96,159 +98,161 @@ class Between:
         await asyncio.sleep(0)
 
 
-def test_an_image_that_the_engine_let_go_between_processing_and_sending() -> None:
-    both = Between()
-    both.send(both.process("x"))
-    late = both.process("x")  # by its hash alone
-    assert both.processed == ["x"]
-    for name in "abcdefghij":  # overtake it, and fill the engine's cache
-        both.send(both.process(name))
-    both.send(late)
-    assert both.processed == list("xabcdefghijx")
-    assert "x" in both.engine._cache
+def test_image_evicted_between_processing_and_sending() -> None:
+    pair = CachePair()
+    pair.send(pair.process("x"))
+    late = pair.process("x")  # only its hash is sent
+    assert pair.processed == ["x"]
+    for name in "abcdefghij":  # these requests overtake it, and fill the engine's cache
+        pair.send(pair.process(name))
+    pair.send(late)
+    assert pair.processed == list("xabcdefghijx")
+    assert "x" in pair.engine._cache
 
 
-def test_an_image_that_refused_requests_keep_in_the_front_end_alone() -> None:
-    both = Between()
-    both.send(both.process("x"))
+def test_image_kept_only_in_the_front_end_by_refused_requests() -> None:
+    pair = CachePair()
+    pair.send(pair.process("x"))
     for name in "abcdefghijkl":
-        both.process("x")  # and refused
-        both.send(both.process(name))
-    both.send(both.process("x"))
+        pair.process("x")  # this request is refused
+        pair.send(pair.process(name))
+    pair.send(pair.process("x"))
 
 
 def test_an_image_whose_first_request_is_refused() -> None:
-    both = Between()
-    both.process("x")
-    second, third = both.process("x"), both.process("xx")
-    both.send(second)
-    both.send(third)
-    assert both.processed == ["x", "x"]
+    pair = CachePair()
+    pair.process("x")
+    second, third = pair.process("x"), pair.process("xx")
+    pair.send(second)
+    pair.send(third)
+    assert pair.processed == ["x", "x"]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_order_of_requests_makes_the_engine_miss_an_image(seed: int) -> None:
     chance = random.Random(seed)
     names = "abcdefghijklmnopqrstuvw"
-    both = Between({name: chance.choice([1, 1, 2, 3, 11]) for name in names})
+    pair = CachePair({name: chance.choice([1, 1, 2, 3, 11]) for name in names})
     waiting: list[Any] = []
     for _ in range(400):
-        what = chance.random()
-        if what < 0.5 or not waiting:
-            own = "".join(chance.choice(names[: chance.choice([3, 23])]) for _ in range(chance.choice([1, 1, 2, 3])))
-            if sum(both.sizes[name] for name in set(own)) <= ROOM:  # vLLM's own front end needs that much room
-                waiting.append(both.process(own))
-        elif what < 0.9:
-            both.send(waiting.pop(chance.randrange(len(waiting))))
+        draw = chance.random()
+        if draw < 0.5 or not waiting:
+            image_names = "".join(
+                chance.choice(names[: chance.choice([3, 23])]) for _ in range(chance.choice([1, 1, 2, 3]))
+            )
+            if sum(pair.sizes[name] for name in set(image_names)) <= ROOM:  # vLLM's front end needs this much memory
+                waiting.append(pair.process(image_names))
+        elif draw < 0.9:
+            pair.send(waiting.pop(chance.randrange(len(waiting))))
         else:
             waiting.pop(chance.randrange(len(waiting)))
-    certain = both.front._held.certain  # type: ignore[attr-defined]
-    assert certain == set(both.engine._cache) and len(certain) > 1  # the account is the engine's cache itself
-    assert list(both.front._held.order) == list(both.engine._cache.order)  # type: ignore[attr-defined]
+    certain = pair.front._held.certain  # type: ignore[attr-defined]
+    assert certain == set(pair.engine._cache) and len(certain) > 1  # the plugin's account equals the engine's cache
+    assert list(pair.front._held.order) == list(pair.engine._cache.order)  # type: ignore[attr-defined]
 
 
-def test_a_request_that_was_perhaps_not_sent() -> None:
-    both = Between()
-    both.send(both.process("x"))
+def test_failed_send_makes_images_uncertain() -> None:
+    pair = CachePair()
+    pair.send(pair.process("x"))
 
     def fail() -> None:
         raise ConnectionError
 
-    both.before = fail
+    pair.before = fail
     with pytest.raises(ConnectionError):
-        both.send(both.process("xy"))
-    both.before = lambda: None
-    both.send(both.process("yx"))
+        pair.send(pair.process("xy"))
+    pair.before = lambda: None
+    pair.send(pair.process("yx"))
 
 
-def test_after_a_miss_or_a_reset_nothing_is_taken_for_granted() -> None:
-    both = Between()
-    both.send(both.process("ab"))
-    both.engine.clear_cache()  # behind the front end's back
+def test_miss_or_reset_makes_images_uncertain() -> None:
+    pair = CachePair()
+    pair.send(pair.process("ab"))
+    pair.engine.clear_cache()  # the front end does not notice
     with pytest.raises(MultiModalCacheMissError):
-        both.send(both.process("a"))
-    both.front.invalidate("a")  # what vLLM's front end does then
-    both.send(both.process("b"))
-    late = both.process("b")
-    both.front.clear_cache()
-    both.engine.clear_cache()
-    both.send(late)
+        pair.send(pair.process("a"))
+    pair.front.invalidate("a")  # as vLLM's front end does after a miss
+    pair.send(pair.process("b"))
+    late = pair.process("b")
+    pair.front.clear_cache()
+    pair.engine.clear_cache()
+    pair.send(late)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_reported_miss_is_heard_before_vllm_acts_on_it(asynchronous: bool) -> None:
+def test_reported_miss_is_handled_before_vllm_handles_it(asynchronous: bool) -> None:
     """vLLM 0.33 only queues the report, and drops it if the front end's cache no longer holds the image."""
-    both = Between()
-    both.send(both.process("ab"))
-    report, late = both.miss("a"), both.process("b")
-    received = asyncio.run(both.client.get_output_async()) if asynchronous else both.client.get_output()
+    pair = CachePair()
+    pair.send(pair.process("ab"))
+    report, late = pair.miss("a"), pair.process("b")
+    received = asyncio.run(pair.client.get_output_async()) if asynchronous else pair.client.get_output()
     assert received is report
-    both.send(late)
-    assert both.processed == ["a", "b", "b"]
+    pair.send(late)
+    assert pair.processed == ["a", "b", "b"]
 
 
 def test_answers_without_a_miss_change_nothing() -> None:
-    both = Between()
-    both.send(both.process("a"))
-    both.reports.append(EngineCoreOutputs(outputs=[EngineCoreOutput("other", [1])]))
-    both.client.get_output()
-    both.send(both.process("a"))
-    assert both.processed == ["a"]
+    pair = CachePair()
+    pair.send(pair.process("a"))
+    pair.reports.append(EngineCoreOutputs(outputs=[EngineCoreOutput("other", [1])]))
+    pair.client.get_output()
+    pair.send(pair.process("a"))
+    assert pair.processed == ["a"]
 
 
 def test_a_miss_in_an_engine_of_this_process_makes_every_item_uncertain() -> None:
-    both = Between()
-    both.send(both.process("ab"))
-    both.engine.clear_cache()
-    late = both.process("b")
+    pair = CachePair()
+    pair.send(pair.process("ab"))
+    pair.engine.clear_cache()
+    late = pair.process("b")
     with pytest.raises(MultiModalCacheMissError):
-        both.send(both.process("a"))
-    both.send(late)
-    assert both.processed == ["a", "b", "b"]
+        pair.send(pair.process("a"))
+    pair.send(late)
+    assert pair.processed == ["a", "b", "b"]
 
 
-def test_an_image_that_came_as_a_name_alone_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
-    both = Between()
-    both.send(both.process("x"))
-    late = both.process("x")
+def test_image_known_only_by_name_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    pair = CachePair()
+    pair.send(pair.process("x"))
+    late = pair.process("x")
     for name in "abcdefghij":
-        both.send(both.process(name))
-    both._run = lambda name: 1 / 0  # type: ignore[assignment, method-assign]
+        pair.send(pair.process(name))
+    pair._run = lambda name: 1 / 0  # type: ignore[assignment, method-assign]
     with pytest.raises(MultiModalCacheMissError):
-        both.send(late)
+        pair.send(late)
     assert "cannot process an image again" in caplog.text
 
 
-def test_images_are_let_go_once_their_request_is_sent() -> None:
-    both = Between()
-    both.send(both.process("x"))
-    again = both.process("x")
-    promised = again.mm_features[0].data
-    assert float(promised["pixels"].data[0]) == ord("x")  # whoever looks at it sees the item
-    both.send(again)
-    assert again.mm_features[0].data is None and not promised.data and not vars(promised)["_reprocessing"]
+def test_images_are_released_after_their_request_is_sent() -> None:
+    pair = CachePair()
+    pair.send(pair.process("x"))
+    second = pair.process("x")
+    promised = second.mm_features[0].data
+    assert float(promised["pixels"].data[0]) == ord("x")  # readers see the item
+    pair.send(second)
+    assert second.mm_features[0].data is None and not promised.data and not vars(promised)["_reprocessing"]
 
 
-def test_a_server_processes_again_where_it_processes_and_others_may_overtake() -> None:
+def test_server_reprocesses_in_its_processing_thread() -> None:
     async def run() -> None:
         with ThreadPoolExecutor(1, thread_name_prefix="processing") as executor:
-            both = Between(executor=executor)
-            await both.client.add_request_async(both.process("xy"))
-            late = both.process("xy")
+            pair = CachePair(executor=executor)
+            await pair.client.add_request_async(pair.process("xy"))
+            late = pair.process("xy")
             for name in "abcdefghij":
-                await both.client.add_request_async(both.process(name))
+                await pair.client.add_request_async(pair.process(name))
             threads: list[str] = []
-            process, next_one, overtaken = both._run, both.process("j"), threading.Event()
+            process, next_one, overtaken = pair._run, pair.process("j"), threading.Event()
 
             def spy(name: str) -> Any:
                 assert overtaken.wait(20)
                 threads.append(threading.current_thread().name)
                 return process(name)
 
-            both._run = spy  # type: ignore[method-assign]
+            pair._run = spy  # type: ignore[method-assign]
             arrived: list[int] = []
-            both.before = lambda: arrived.append(len(threads)) or overtaken.set()
-            await asyncio.gather(both.client.add_request_async(late), both.client.add_request_async(next_one))
+            pair.before = lambda: arrived.append(len(threads)) or overtaken.set()
+            await asyncio.gather(pair.client.add_request_async(late), pair.client.add_request_async(next_one))
             assert threads == ["processing_0"] * 2 and arrived == [0, 2]
 
     asyncio.run(run())

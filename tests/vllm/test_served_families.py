@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family, in the real engine: the words of the patched Hugging Face model, to 1e-4 in log-probability."""
+"""Every family, in the real engine: answers match the patched Hugging Face model to 1e-4 in log-probability."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SETTINGS = {
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engine:
-    # Of one family whose tiles have a budget each, positions as they were; see test_original_positions.py, too.
+    # Original positions with a budget for each tile. See also test_original_positions.py.
     return start(request.param, DIVPRUNE | (ORIGINAL if request.param == "internvl" else {}))
 
 
 def test_unpruned_model_is_the_same(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """The ground that the other tests stand on; and the prompts are equal, so later differences are ours."""
+    """The prompts and the answers agree without pruning, so differences in other tests come from pruning."""
     prompt, images = checkpoint.prompt(2), checkpoint.images(2)
     (output,) = engine.check(reference, [(prompt, images, {"off": True})])
     full = reference(checkpoint.name).inputs(prompt, images)["input_ids"][0].tolist()
@@ -45,7 +45,7 @@ def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) 
     engine.check(reference, checkpoint.cases((2, {}), (3, {"method": "pool", "keep": 0.4}), (3, {"keep": 5})))
 
 
-def test_a_video_beside_a_image(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_video_and_image(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.video is None:
         pytest.skip(f"{checkpoint.name} takes no video here")
     overrides = [{"off": True}, {}, {"method": "uniform", "keep": 20}, {"method": "pool", "keep": 0.3}]

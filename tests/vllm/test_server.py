@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI server with its engine in a process of its own, spoken to as a client does."""
+"""The OpenAI server with its engine in a separate process, called like a client."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    place = tmp_path_factory.mktemp("server")
-    with serve(folder(NAME), place, DIVPRUNE, "--trust-request-mm-kwargs") as running:
+    log_folder = tmp_path_factory.mktemp("server")
+    with serve(folder(NAME), log_folder, DIVPRUNE, "--trust-request-mm-kwargs") as running:
         yield running
 
 
@@ -55,10 +55,10 @@ def check(reply: Any, reference: Any, images: list[Any], text: str, override: An
     tokens, logprobs = reference(NAME).greedy(prompt(len(images), text), images, STEPS, setting)
     steps = reply.choices[0].logprobs.content
     assert [int(step.token.removeprefix("token_id:")) for step in steps] == tokens
-    for number, step in enumerate(steps):
+    for step_index, step in enumerate(steps):
         for likely in step.top_logprobs:
             token = int(likely.token.removeprefix("token_id:"))
-            assert likely.logprob == pytest.approx(float(logprobs[number, token]), abs=1e-4)
+            assert likely.logprob == pytest.approx(float(logprobs[step_index, token]), abs=1e-4)
 
 
 def test_requests_override_the_server(server: Server, reference: Any) -> None:
@@ -86,7 +86,7 @@ def test_requests_override_the_server(server: Server, reference: Any) -> None:
         ({"method": "view_select"}, "needs all images of a prompt"),
     ],
 )
-def test_bad_input_is_answered(server: Server, reference: Any, override: Any, says: str) -> None:
+def test_bad_settings_are_refused(server: Server, reference: Any, override: Any, says: str) -> None:
     """With HTTP 400, and the server continues. tests/unit/vllm/test_serving.py has all refusals."""
     images = CHECKPOINTS[NAME].images(1)
     with pytest.raises(openai.BadRequestError) as caught:
@@ -96,7 +96,7 @@ def test_bad_input_is_answered(server: Server, reference: Any, override: Any, sa
 
 
 def post_setting(server: Server, setting: str, model: str = "tiny") -> int:
-    """Ask with a setting as JSON that a client would not write; return the status."""
+    """Send a setting as JSON that a client would not write; return the status."""
     body = {"model": model, "messages": write_messages(CHECKPOINTS[NAME].images(1), "what? "), "max_tokens": 1}
     text = json.dumps(body | {"mm_processor_kwargs": {"tokenprune": "SETTING"}}).replace('"SETTING"', setting)
     status, _, answer = server.post("/v1/chat/completions", text.encode())
@@ -104,18 +104,18 @@ def post_setting(server: Server, setting: str, model: str = "tiny") -> int:
     return status
 
 
-def test_a_request_names_no_file(server: Server, reference: Any, tmp_path: Path) -> None:
-    """Wherever it stands. A pipe would be waited for; what is no file, or not there, is told like what is."""
+def test_files_in_requests_are_refused(server: Server, reference: Any, tmp_path: Path) -> None:
+    """At any level of a setting. Reading a pipe would block, and the error must not reveal whether a file exists."""
     os.mkfifo(tmp_path / "pipe")
-    said = set()
+    messages = set()
     for path in (tmp_path / "pipe", tmp_path, tmp_path / "none", "/etc/passwd", "/dev/zero"):
         dymu = {"method": "dymu", "exact": True, "thresholds": str(path)}
         for setting in (dymu, {"method": dymu}, {"method": [dymu]}, {"method": ["dynres", dymu], "keep": 0.5},
                         {"method": {"method": "dyrate", "rate": "predictor", "predictor": str(path)}}):  # fmt: skip
             with pytest.raises(openai.BadRequestError, match="names a file") as caught:
                 ask(server, CHECKPOINTS[NAME].images(1), "what? ", setting)
-            said.add(str(caught.value).replace("predictor of dyrate", "thresholds of dymu"))
-    assert len(said) == 1, said
+            messages.add(str(caught.value).replace("predictor of dyrate", "thresholds of dymu"))
+    assert len(messages) == 1, messages
     images = CHECKPOINTS[NAME].images(1)
     check(ask(server, images, "what? "), reference, images, "what? ", None)
 
@@ -127,8 +127,8 @@ LITERALS = [
 ]  # fmt: skip
 
 
-def nested(draw: random.Random, depth: int = 0) -> str:
-    """A setting as JSON, more or less: methods and options of ours, and anything where something else should be."""
+def draw_setting(draw: random.Random, depth: int = 0) -> str:
+    """Draw a setting as JSON: methods and options of this package, and wrong values at any level."""
     options = sorted({option for name in available_methods() for option in method_info(name).options})
     kind = draw.random()
     if depth and kind < 0.5:
@@ -136,21 +136,21 @@ def nested(draw: random.Random, depth: int = 0) -> str:
     if depth and kind < 0.6:
         return json.dumps(draw.choice(available_methods()))
     if depth and kind < 0.75:
-        return "[" + ",".join(nested(draw, depth + 1) for _ in range(draw.randrange(4))) + "]"
+        return "[" + ",".join(draw_setting(draw, depth + 1) for _ in range(draw.randrange(4))) + "]"
     pairs = {}
     if draw.random() < 0.8:
         name = json.dumps(draw.choice(available_methods()))
-        pairs["method"] = name if draw.random() < 0.5 else nested(draw, depth + 1)
+        pairs["method"] = name if draw.random() < 0.5 else draw_setting(draw, depth + 1)
     for _ in range(draw.randrange(4)):
         key = draw.choice([*options, "keep", "keep", "per", "off", "experimental_in_llm", "config", "\ud800", "x"])
-        pairs[key] = nested(draw, depth + 1)
+        pairs[key] = draw_setting(draw, depth + 1)
     return "{" + ",".join(f"{json.dumps(key)}:{value}" for key, value in pairs.items()) + "}"
 
 
 def test_random_nested_settings(server: Server, reference: Any) -> None:
     draw = random.Random(0)
     deep, long = "[" * 5000 + "]" * 5000, "[" + "0," * 10**5 + "0]"
-    settings = [nested(draw) for _ in range(100)]
+    settings = [draw_setting(draw) for _ in range(100)]
     settings += [f'{{"keep": {literal}}}' for literal in [*LITERALS, deep, json.dumps("x" * 100_000)]]
     settings += [f'{{"method": "random", "seed": {literal}}}' for literal in [*LITERALS, deep, long]]
     answered = {setting: post_setting(server, setting) for setting in settings}
@@ -164,18 +164,18 @@ def test_random_nested_settings(server: Server, reference: Any) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"keep": 7.0}, {"method": "divprun"}, {"method": "fastv"}, {"profile": "fsat"}, [1], "divprune"]
 )
-def test_a_wrong_setting_is_refused_beside_text_alone(server: Server, wrong: Any) -> None:
-    said = []
+def test_wrong_setting_is_refused_with_text_only(server: Server, wrong: Any) -> None:
+    messages = []
     for images in (CHECKPOINTS[NAME].images(1), []):
         with pytest.raises(openai.BadRequestError) as caught:
             ask(server, images, "what? ", wrong)
-        said.append(str(caught.value))
-    assert said[0] == said[1]
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
     ask(server, [], "what? ", {"keep": 0.5})
 
 
 def test_visual_tokens_are_counted(server: Server) -> None:
-    """At /metrics, once for each request, whether or not its images were in a cache; images have 35 tokens each."""
+    """At /metrics, once per request, whether or not a cache has its images. Each image has 35 tokens."""
     name = "tokenprune:visual_tokens_total"
     images = CHECKPOINTS[NAME].images(2, seed=75)
 
@@ -184,7 +184,9 @@ def test_visual_tokens_are_counted(server: Server) -> None:
         call()
         after = server.counted(name)
         grown = {labels: value - before.get(labels, 0) for labels, value in after.items()}
-        return {stage: sum(grown[one] for one in grown if f'stage="{stage}"' in one) for stage in ("in", "out")}
+        return {
+            stage: sum(grown[labels] for labels in grown if f'stage="{stage}"' in labels) for stage in ("in", "out")
+        }
 
     for _ in range(2):
         assert added(lambda: ask(server, images, "how many? ")) == {"in": 70, "out": 18}
@@ -205,9 +207,9 @@ def test_visual_tokens_are_counted(server: Server) -> None:
     assert added(refused) == {"in": 0, "out": 0}
 
 
-def test_the_benchmark_asks_it(server: Server, reference: Any) -> None:
+def test_benchmark_of_a_server(server: Server, reference: Any) -> None:
     engine = ServerEngine(f"{server.url}/v1", "tiny")
-    images = [CHECKPOINTS[NAME].images(1, seed=seed)[0] for seed in (30, 33, 36)]  # of one size
+    images = [CHECKPOINTS[NAME].images(1, seed=seed)[0] for seed in (30, 33, 36)]  # of equal size
     questions = [
         SimpleNamespace(images=(image,), question="what is it? ", answers=("?",), kind="all", is_video=False)
         for image in images
@@ -228,10 +230,10 @@ def test_the_benchmark_asks_it(server: Server, reference: Any) -> None:
     for setting in (None, {"method": "pool", "keep": 0.25}):
         with backend.answering(None if setting is None else Setting.from_json(setting)) as answer:
             answers, _ = answer(0, questions)
-        for image, found in zip(images, answers, strict=True):
+        for image, actual in zip(images, answers, strict=True):
             tokens, _ = reference(NAME).greedy(prompt(1, "what is it? "), [image], 12, setting)
-            # vLLM leaves out the bytes at the end that make no character yet.
-            assert found == decode(tokens, skip_special_tokens=True).rstrip("\ufffd").strip() != ""
+            # vLLM omits bytes at the end that are not a complete character.
+            assert actual == decode(tokens, skip_special_tokens=True).rstrip("\ufffd").strip() != ""
     engine.close()
 
 
@@ -252,11 +254,11 @@ def test_a_hundred_at_once(server: Server, reference: Any) -> None:
         raise AssertionError(server.story("not all requests were answered in time")) from error
     finally:
         pool.shutdown(cancel_futures=True)
-    seen = set()
+    answers = set()
     for (seed, count, override), reply in zip(cases, replies, strict=True):
         key = (seed, count, str(override))
         text = str([step.token for step in reply.choices[0].logprobs.content])
-        if key not in {one[0] for one in seen}:
+        if key not in {answered[0] for answered in answers}:
             check(reply, reference, CHECKPOINTS[NAME].images(count, seed=seed), "and? ", override)
-        seen.add((key, text))
-    assert len(seen) == len({key for key, _ in seen}), "one request was answered in two ways"
+        answers.add((key, text))
+    assert len(answers) == len({key for key, _ in answers}), "one request was answered in two ways"

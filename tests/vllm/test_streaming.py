@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream of inputs to one request, as docs/guides/chats.md says of it: images enter one by one, and questions
-between."""
+"""A stream of inputs to one request, as in docs/guides/chats.md: images one by one, with questions between them."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.only_v1("V2 was not tried")
 
 
 class Streamer:
-    """An engine that takes streams, in a process of its own."""
+    """An engine in a separate process that accepts streams."""
 
     def __init__(self, model: Path, setting: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -42,26 +41,28 @@ class Streamer:
         return self.llm.renderer.get_tokenizer().encode(text, add_special_tokens=False)
 
     async def input(self, ids: list[int], images: list[Image.Image], override: Any = None) -> Any:
-        """Return a prompt, or a part of one, as the engine takes it."""
+        """Return a prompt, or a part of a prompt, as an input of the engine."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         prompt: dict[str, Any] = {"prompt_token_ids": ids}
         if images:
             prompt |= {"multi_modal_data": {"image": images}, "mm_processor_kwargs": {"tokenprune": override or {}}}
-        (made,) = await self.llm.renderer.render_cmpl_async([parse_model_prompt(self.llm.model_config, prompt)])
-        return made
+        (rendered,) = await self.llm.renderer.render_cmpl_async([parse_model_prompt(self.llm.model_config, prompt)])
+        return rendered
 
     async def answer(self, prompt: Any, name: str, steps: int = ANSWER) -> list[tuple[int, dict[int, float]]]:
-        """Return the tokens written, each with the log-probabilities of the likeliest; of a stream those of all its
-        inputs. Nothing comes from the prefix cache."""
+        """Return the generated tokens, each with the log-probabilities of the likeliest tokens.
+
+        A stream returns the tokens of all its inputs. The prefix cache is not used.
+        """
         await self.llm.reset_prefix_cache()
-        found = []
+        tokens = []
         async for output in self.llm.generate(prompt, params(steps), name):
-            (one,) = output.outputs
-            likely = [{token: each.logprob for token, each in place.items()} for place in one.logprobs]
-            found += zip(one.token_ids, likely, strict=True)
+            (completion,) = output.outputs
+            likely = [{token: entry.logprob for token, entry in step.items()} for step in completion.logprobs]
+            tokens += zip(completion.token_ids, likely, strict=True)
             assert output.num_cached_tokens in (None, 0)
-        return found
+        return tokens
 
 
 def params(steps: int) -> Any:
@@ -74,11 +75,11 @@ def params(steps: int) -> Any:
 
 
 @pytest.mark.parametrize("name", TAGS)
-def test_images_that_come_one_by_one_are_answered_as_one_prompt(name: str) -> None:
-    """A question stays in the stream, with its answer but for the last token."""
+def test_streamed_images_match_one_prompt(name: str) -> None:
+    """A question stays in the stream, with its answer except for the last token."""
     stop()
     model = MODELS["demo_vlm"].parent / name
-    images = [Image.open(one) for one in sorted(FOLDER.glob("pictures/00[0-2].jpg"))]
+    images = [Image.open(path) for path in sorted(FOLDER.glob("pictures/00[0-2].jpg"))]
     setting = {"method": "divprune", "keep": {"keep": 0.25, "age": [[0, 1.0], [1, 0.5]]}}
 
     async def run() -> None:
@@ -92,44 +93,46 @@ def test_images_that_come_one_by_one_are_answered_as_one_prompt(name: str) -> No
         from vllm.engine.protocol import StreamingInput
 
         parts = [f"user: {TAGS[name]} ", f"{TAGS[name]} ", f"{TAGS[name]} "]
-        shown = [await streamer.input(streamer.ids(part), [one]) for part, one in zip(parts, images, strict=True)]
-        questions = [await streamer.input(streamer.ids(one), []) for one in ASKED]
+        image_inputs = [
+            await streamer.input(streamer.ids(part), [image]) for part, image in zip(parts, images, strict=True)
+        ]
+        questions = [await streamer.input(streamer.ids(question), []) for question in ASKED]
 
         async def stream() -> AsyncIterator[Any]:
-            for one in shown:
-                yield StreamingInput(one, params(1))
-            for one in questions:
-                yield StreamingInput(one, params(ANSWER))
+            for stream_input in image_inputs:
+                yield StreamingInput(stream_input, params(1))
+            for stream_input in questions:
+                yield StreamingInput(stream_input, params(ANSWER))
 
         streamed = await streamer.answer(stream(), "stream")
-        assert len(streamed) == len(shown) + 2 * ANSWER
-        first, second = streamed[len(shown) : -ANSWER], streamed[-ANSWER:]
+        assert len(streamed) == len(image_inputs) + 2 * ANSWER
+        first, second = streamed[len(image_inputs) : -ANSWER], streamed[-ANSWER:]
         ids = streamer.ids("".join(parts) + ASKED[0])
-        again = ids + [token for token, _ in first[:-1]] + streamer.ids(ASKED[1])
-        for number, (whole, found) in enumerate(((ids, first), (again, second))):
-            # Each image came alone, so none of them has aged.
-            prompt = await streamer.input(whole, images, {"keep": 0.25})
-            same(await streamer.answer(prompt, f"whole {number}"), found)
+        second_ids = ids + [token for token, _ in first[:-1]] + streamer.ids(ASKED[1])
+        for index, (prompt_ids, actual) in enumerate(((ids, first), (second_ids, second))):
+            # Each image enters separately, so no image has aged.
+            prompt = await streamer.input(prompt_ids, images, {"keep": 0.25})
+            check_same(await streamer.answer(prompt, f"whole {index}"), actual)
 
     asyncio.run(run())
 
 
-def same(one: list[tuple[int, dict[int, float]]], other: list[tuple[int, dict[int, float]]]) -> None:
-    assert [token for token, _ in one] == [token for token, _ in other]
-    for (_, mine), (_, theirs) in zip(one, other, strict=True):
-        for token in mine.keys() & theirs.keys():
-            assert mine[token] == pytest.approx(theirs[token], abs=1e-4)
+def check_same(first: list[tuple[int, dict[int, float]]], second: list[tuple[int, dict[int, float]]]) -> None:
+    assert [token for token, _ in first] == [token for token, _ in second]
+    for (_, first_logprobs), (_, second_logprobs) in zip(first, second, strict=True):
+        for token in first_logprobs.keys() & second_logprobs.keys():
+            assert first_logprobs[token] == pytest.approx(second_logprobs[token], abs=1e-4)
 
 
-def test_what_the_page_says_is_lacking() -> None:
-    """Where one of these is there, docs/guides/chats.md is to be written anew, and more of a session can be had."""
+def test_features_that_vllm_lacks() -> None:
+    """Update docs/guides/chats.md if vLLM adds one: sessions can then support more."""
     from vllm.engine.protocol import StreamingInput
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    assert [one.name for one in fields(StreamingInput)] == ["prompt", "sampling_params"]
+    assert [field.name for field in fields(StreamingInput)] == ["prompt", "sampling_params"]
     assert hasattr(Scheduler, "_update_request_as_session")
     lacking = [
         (AsyncLLM, "truncate_session"),

@@ -54,12 +54,13 @@ def test_images_of_several_tiles(engine: Engine, reference: Any, checkpoint: Che
         (1, TOME | {"keep": 30}), (2, {"off": True}), (1, {"method": "divprune", "keep": 0.5}),
         (3, TOME | {"keep": 0.6}), (1, TOME | {"keep": 500}),
     ]  # fmt: skip
-    asked = [
-        (checkpoint.prompt(n, f"case {i}? "), checkpoint.images(n, seed=i), one) for i, (n, one) in enumerate(cases)
+    requests = [
+        (checkpoint.prompt(n, f"case {i}? "), checkpoint.images(n, seed=i), override)
+        for i, (n, override) in enumerate(cases)
     ]
     engine.forget()
-    for _ in range(2):  # and from the caches
-        engine.check(reference, asked)
+    for _ in range(2):  # the second round uses the caches
+        engine.check(reference, requests)
     assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
 
 
@@ -71,26 +72,28 @@ def test_blocks_run_on_remaining_patches(engine: Engine, reference: Any, checkpo
     assert first[0] == 3 and last[1] < first[1] < 16 + int(checkpoint.name == "llava_next")
 
 
-def written(engine: Engine, images: list[Any], override: dict[str, Any], videos: list[Any] | None = None) -> list[Plan]:
+def make_plans(
+    engine: Engine, images: list[Any], override: dict[str, Any], videos: list[Any] | None = None
+) -> list[Plan]:
     """Return the plans of the front end."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    made, data = MULTIMODAL_REGISTRY.create_processor(engine.llm.model_config), {"image": images}
+    mm_processor, data = MULTIMODAL_REGISTRY.create_processor(engine.llm.model_config), {"image": images}
     if videos:
         data["video"] = videos
     prompt = engine.checkpoint.prompt(len(images), video=bool(videos))
-    out = made(prompt, made.info.parse_mm_data(data), hf_processor_mm_kwargs={"tokenprune": override})
+    out = mm_processor(prompt, mm_processor.info.parse_mm_data(data), hf_processor_mm_kwargs={"tokenprune": override})
     return [Plan.decode(item[field_name("image")].data) for item in out["mm_kwargs"]["image"]]
 
 
 def test_prompt_has_placeholders_for_the_budget(engine: Engine, checkpoint: Checkpoint) -> None:
-    for plan in written(engine, checkpoint.images(3), {}):
+    for plan in make_plans(engine, checkpoint.images(3), {}):
         assert plan.keep == [round(0.5 * count) for count in plan.counts] and len(plan.counts) == 1
 
 
 def test_unreachable_merges_raise_before_the_tower_runs(engine: Engine, checkpoint: Checkpoint) -> None:
     images = checkpoint.images(1)
-    share = 0.25 if checkpoint.name == "llava_next" else 0.16  # reachable by halving if a tile has no other tiles
+    share = 0.25 if checkpoint.name == "llava_next" else 0.16  # only reachable by halving if an image has several tiles
     for keep, error, says in (
         (4, OptionError, "of which 4 are newlines; tome needs at least one more"),
         (6, BudgetError, "keep=6 keeps 2 tokens besides the 4 newlines of an image of 44 tokens"),
@@ -98,7 +101,7 @@ def test_unreachable_merges_raise_before_the_tower_runs(engine: Engine, checkpoi
         (0.01, BudgetError, "at most half"),
     ):
         with pytest.raises(error, match=says):
-            written(engine, images, TOME | {"keep": keep})
+            make_plans(engine, images, TOME | {"keep": keep})
     if checkpoint.video is not None:
         with pytest.raises(OptionError, match=r"video features .* cannot be traced to patches.*after the tower"):
-            written(engine, images, TOME, [checkpoint.clip()])
+            make_plans(engine, images, TOME, [checkpoint.clip()])

@@ -69,19 +69,19 @@ class Keyhole(Seer):
 @register("loudest", site=Site.IN_ENCODER)
 @dataclass(frozen=True)
 class Loudest(UnitDropper):
-    """Third-party method: keep the units with the largest hidden states at the input of block `at`."""
+    """Third-party method: keep the units with the largest hidden states at the input of a block."""
 
     sees: ClassVar[str] = "hidden"
     chooses_count: ClassVar[bool] = False
-    at: int = 0
+    block_index: int = 0
 
     def block(self, depth: int) -> int:
-        return self.at
+        return self.block_index
 
-    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+    def keep_units(self, pixels: Tensor, max_units: int) -> Tensor:
         norm = pixels.norm(dim=-1)
         keep = torch.zeros(norm.numel(), dtype=torch.bool)
-        keep[norm.flatten().topk(most).indices] = True
+        keep[norm.flatten().topk(max_units).indices] = True
         return keep.view_as(norm)
 
 
@@ -108,8 +108,8 @@ def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Call
 
     def get(name: str) -> Path:
         model = reference(name).model
-        places = (getattr(model.model, one, None) for one in ("visual", "vision_tower", "vision_model"))
-        tower, blocks = next(filter(None, places)), towers.depth_of(model.config.vision_config)
+        candidates = (getattr(model.model, attribute, None) for attribute in ("visual", "vision_tower", "vision_model"))
+        tower, blocks = next(filter(None, candidates)), towers.depth_of(model.config.vision_config)
         values = {0.5: torch.tensor([0.9, 0.5, 1.0, 0.7][:blocks])}
         path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
         unit = get_family(model.config.model_type).get_unit_side(model.config) ** 2
@@ -128,55 +128,62 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine], thresho
 
 
 def test_single_requests_and_cache_hits(
-    engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
+    engine: Engine, reference: Any, checkpoint: Checkpoint, encoder_calls: list[int]
 ) -> None:
     images, text = checkpoint.images(1), "what is it, and where, and why is it there at all? "
     for prompt in (checkpoint.prompt(1, text), checkpoint.prompt(1, text), checkpoint.prompt(1, "else? ")):
         engine.check(reference, [(prompt, images)])
-    assert encoded == [1]
+    assert encoder_calls == [1]
 
 
 def test_mixed_settings_in_one_call_of_the_tower(
-    engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
+    engine: Engine, reference: Any, checkpoint: Checkpoint, encoder_calls: list[int]
 ) -> None:
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     for settings in (SETTINGS[:4], SETTINGS[2:]):
         engine.forget()
         engine.check(reference, [(prompt, images, override) for override in settings])
-    assert max(encoded) > 1
+    assert max(encoder_calls) > 1
     assert engine.model.tokenprune_tower._scores == {}
 
 
-def ahead(name: str) -> list[dict[str, Any]]:
+def list_settings(name: str) -> list[dict[str, Any]]:
     """Return settings of all served methods that act before the language model on a family's images.
 
     For families with tiles, methods that need a thumbnail come first.
     """
     row, tiled = SUPPORTED[name], name in ("llava_next", "llava_onevision")
-    found = []
+    settings = []
     for method_name in available_methods():
         method = method_class(method_name)
         if method.site is not Site.PRE_LLM or compares_frames(method()) or method_name in ("seer", "keyhole"):
             continue
-        less = method()
-        if find_missing_observable(less, row) or (tiled and not find_missing_observable(less, SUPPORTED["qwen2_vl"])):
+        instance = method()
+        if find_missing_observable(instance, row) or (
+            tiled and not find_missing_observable(instance, SUPPORTED["qwen2_vl"])
+        ):
             continue
         # Both methods first: with random weights all tokens tie for cdpruner's first pick.
-        for options in ({}, {**less.query_free, **less.fallback_options}, less.query_free, less.fallback_options):
+        for options in (
+            {},
+            {**instance.query_free, **instance.fallback_options},
+            instance.query_free,
+            instance.fallback_options,
+        ):
             try:
                 check_method(method(**options))
             except OptionError:
                 continue
-            found.append({"method": method_name, "keep": 0.45, **options})
+            settings.append({"method": method_name, "keep": 0.45, **options})
             break
-    return found
+    return settings
 
 
 def test_each_served_method_matches_transformers(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.name not in ("llava", "qwen2_vl", "llava_next", "llava_onevision"):
-        pytest.skip("two towers, one with a class token, show it, and what needs tiles")
-    prompt, images, settings = checkpoint.prompt(1), checkpoint.images(1), ahead(checkpoint.name)
-    assert len(settings) > 18 or [one["method"] for one in settings] == ["globalcom2", "hired"]
+        pytest.skip("two towers, one with a class token, and two families with tiles are sufficient")
+    prompt, images, settings = checkpoint.prompt(1), checkpoint.images(1), list_settings(checkpoint.name)
+    assert len(settings) > 18 or [setting["method"] for setting in settings] == ["globalcom2", "hired"]
     engine.check(reference, [(prompt, images, setting) for setting in settings], steps=2)
 
 
@@ -185,7 +192,7 @@ def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) 
     engine.check(reference, checkpoint.cases(*cases))
 
 
-def test_a_video_beside_a_image(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_video_and_image(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.video is None:
         pytest.skip(f"{checkpoint.name} takes no video here")
     engine.check(reference, [checkpoint.video_case(override) for override in ({}, {"method": "seer", "keep": 0.3})])
@@ -203,40 +210,40 @@ def test_units_merge_in_the_tower_as_in_transformers(engine: Engine, reference: 
     tome = {"method": "tome", "keep": 0.5}
     few = tome | {"keep": 20 if checkpoint.name in PACKED else 3}
     cases = [(2, tome), (3, tome | {"keep": 0.7, "proportional": False}), (2, {"profile": "dymu"}), (1, few)]
-    asked = checkpoint.cases(*cases, (2, {"off": True}))
+    requests = checkpoint.cases(*cases, (2, {"off": True}))
     if checkpoint.name in PACKED:
-        asked.append(checkpoint.video_case(tome))
+        requests.append(checkpoint.video_case(tome))
     engine.forget()
     with mlp_inputs(find_tower_blocks(engine.model)[-1]) as (last,):
-        outputs = engine.check(reference, asked)
+        outputs = engine.check(reference, requests)
     config = engine.model.config
     tokens = [token for output in outputs for token in output.prompt_token_ids]
-    shown = [getattr(config, f"{kind}_token_id", None) for kind in MODALITIES]
+    placeholder_ids = [getattr(config, f"{kind}_token_id", None) for kind in MODALITIES]
     side = getattr(config.vision_config, "spatial_merge_size", get_family(config.model_type).get_unit_side(config))
-    assert count_patches(config, last) == side**2 * sum(map(tokens.count, shown))
+    assert count_patches(config, last) == side**2 * sum(map(tokens.count, placeholder_ids))
     assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
 
 
 def test_saint_matches_transformers(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     drop = {"method": "saint", "keep": 0.6}
     cases = [(2, drop), (3, drop | {"layer": 1, "keep": 0.7}), (1, {"off": True})]
-    asked = checkpoint.cases(*cases)
+    requests = checkpoint.cases(*cases)
     if checkpoint.name in PACKED:
-        asked.append(checkpoint.video_case(drop))
+        requests.append(checkpoint.video_case(drop))
     engine.forget()
     if not SUPPORTED[checkpoint.name].merges:
         with pytest.raises(UnsupportedSetupError, match="merges inside the vision tower"):
-            engine.generate([engine.request(*asked[0])])
+            engine.generate([engine.request(*requests[0])])
         return
-    engine.check(reference, asked)
+    engine.check(reference, requests)
     with pytest.raises(OptionError, match="With threshold, the content decides the count"):
-        engine.generate([engine.request(*asked[0][:2], drop | {"threshold": 0.7})])
+        engine.generate([engine.request(*requests[0][:2], drop | {"threshold": 0.7})])
 
 
 def test_units_are_dropped_at_a_block_of_the_tower(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.name not in PACKED:
-        pytest.skip("its tower takes whole grids alone")
-    two, first = ({"method": "loudest", "keep": 0.4, "at": at} for at in (2, 0))
+        pytest.skip("its tower only takes whole grids")
+    two, first = ({"method": "loudest", "keep": 0.4, "block_index": block_index} for block_index in (2, 0))
     cases = [(2, two), (1, first), (3, two | {"keep": 5}), (2, {"off": True}), (1, {"method": "tome", "keep": 0.5})]
     engine.forget()
     blocks = find_tower_blocks(engine.model)
@@ -244,13 +251,13 @@ def test_units_are_dropped_at_a_block_of_the_tower(engine: Engine, reference: An
         engine.check(reference, [*checkpoint.cases(*cases), checkpoint.video_case(two)])
     assert sum(shape[0] for shape in last_inputs) < sum(shape[0] for shape in first_inputs)
     with pytest.raises(OptionError, match=r"block 9 is out of range: the vision tower has \d+ blocks"):
-        engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1), two | {"at": 9})])
+        engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1), two | {"block_index": 9})])
 
 
 @pytest.mark.parametrize("score", ["diverse", "change", "norm", "detail", "random"])
 def test_towerdrop_matches_transformers(score: str, engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.name not in PACKED:
-        pytest.skip("its tower takes whole grids alone")
+        pytest.skip("its tower only takes whole grids")
     late = {"method": "towerdrop", "keep": 0.4, "score": score}
     cases = [(2, late), (3, late | {"layer": int(score == "change"), "keep": 5}), (1, {"off": True})]
     engine.forget()
@@ -262,17 +269,17 @@ def test_towerdrop_keeps_equal_numbers_per_tile(
     score: str, engine: Engine, reference: Any, checkpoint: Checkpoint
 ) -> None:
     if checkpoint.name not in ROWS:
-        pytest.skip("its images are no rows of its tower with a budget each")
+        pytest.skip("its images are not rows of its tower with separate budgets")
     drop = {"method": "towerdrop", "keep": 0.4, "score": score, "layer": 1}
     cases = [(2, drop), (3, drop | {"layer": int(score == "change"), "keep": 3}), (1, {"off": True})]
-    asked, config = checkpoint.cases(*cases), engine.model.config
+    requests, config = checkpoint.cases(*cases), engine.model.config
     engine.forget()
     with mlp_inputs(find_tower_blocks(engine.model)[-1]) as (last,):
-        outputs = engine.check(reference, asked)
+        outputs = engine.check(reference, requests)
     tokens = [token for output in outputs for token in output.prompt_token_ids]
     side = get_family(config.model_type).get_unit_side(config)
     assert count_patches(config, last) == side**2 * tokens.count(config.image_token_id)
-    prompt, images, read = *asked[-1][:2], find_last_read_block(config, towers.depth_of(config.vision_config)) + 1
+    prompt, images, read = *requests[-1][:2], find_last_read_block(config, towers.depth_of(config.vision_config)) + 1
     for more, says in (
         ({"layer": read}, f"block {read} is out of range: the vision tower has {read} blocks"),
         ({"score": "detail"}, r"which needs complete grids .*Use a method that acts after the tower"),

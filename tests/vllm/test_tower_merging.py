@@ -28,7 +28,7 @@ TOME = {"method": "tome", "keep": 0.5}
 
 @pytest.fixture(scope="module")
 def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Calibrated on noise for keep 0.4 and 0.6, and set by hand for 0.5, so images need more and fewer merges."""
+    """Thresholds calibrated on noise for keep 0.4 and 0.6, and set by hand for 0.5, for more and fewer merges."""
 
     def get(name: str) -> Path:
         path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
@@ -36,10 +36,10 @@ def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Call
         noise = torch.randn(4, 3, side, side, generator=torch.Generator().manual_seed(0))
         values = {}
         for keep in (0.4, 0.6):
-            found = calibrate(model, noise, keep=keep, progress=False)
-            values |= found.values
+            calibrated = calibrate(model, noise, keep=keep, progress=False)
+            values |= calibrated.values
         values[0.5] = torch.tensor([0.8, 0.3, 1.0])
-        Thresholds(values, found.fingerprint, 4).save(path)
+        Thresholds(values, calibrated.fingerprint, 4).save(path)
         return path
 
     return get
@@ -86,11 +86,11 @@ def test_mixed_settings(engine: Engine, reference: Any, checkpoint: Checkpoint) 
 
 
 def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    asked = checkpoint.cases((2, {}), (3, TOME), (3, {"keep": 0.5}), (2, {"keep": 0.6, "proportional": False}))
-    for _, images, _ in asked:
+    cases = checkpoint.cases((2, {}), (3, TOME), (3, {"keep": 0.5}), (2, {"keep": 0.6, "proportional": False}))
+    for _, images, _ in cases:
         images[0] = images[0].resize((1, 1)).resize(images[0].size)
     engine.forget()
-    assert len({len(output.prompt_token_ids) for output in engine.check(reference, asked)}) > 1
+    assert len({len(output.prompt_token_ids) for output in engine.check(reference, cases)}) > 1
 
 
 def test_invalid_requests_do_not_stop_the_server(engine: Engine, checkpoint: Checkpoint) -> None:
@@ -114,8 +114,8 @@ def test_invalid_requests_do_not_stop_the_server(engine: Engine, checkpoint: Che
 def test_unsupported_settings_stop_the_server(folder: Any, reference: Any, thresholds: Any, tmp_path: Path) -> None:
     dymu = {"method": "dymu", "keep": 0.4}
     path = thresholds("llava")
-    found = Thresholds.load(path)
-    short = Thresholds({0.4: torch.ones(2)}, found.fingerprint, 1)
+    loaded = Thresholds.load(path)
+    short = Thresholds({0.4: torch.ones(2)}, loaded.fingerprint, 1)
     short.save(tmp_path / "short.safetensors")
     for setting, error, says in (
         (dymu, ValueError, "Pass exact=True"),
@@ -142,8 +142,8 @@ def test_changed_thresholds_file_changes_the_cache_key(thresholds: Any) -> None:
     before = get_cache_key(setting)
     assert get_cache_key(parse_setting(setting.to_json())) == before
     assert json.loads(json.dumps(dict(before))) == before
-    found = Thresholds.load(path)
-    Thresholds(found.values | {0.4: torch.ones(3)}, found.fingerprint, 4).save(path)
+    loaded = Thresholds.load(path)
+    Thresholds(loaded.values | {0.4: torch.ones(3)}, loaded.fingerprint, 4).save(path)
     assert get_cache_key(parse_setting(setting.to_json())) == before  # constant while the server runs
     parse._parse.cache_clear()  # as in another process
     assert get_cache_key(parse_setting(setting.to_json())) == before

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model Runner V2, which is vLLM's default wherever Triton is: the part of the suite that `make test-vllm` runs through
-it. Its kernels are interpreted here (v2/sitecustomize.py)."""
+"""Model Runner V2, vLLM's default with Triton. v2/sitecustomize.py interprets its kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from tokenprune.errors import UnsupportedSetupError
 
 pytestmark = pytest.mark.only_v2
 CHUNK, BLOCK = 24, 32
-# What each family adds: reading the tower, and merging in it.
+# Settings that read the tower or merge in it, as each family supports them.
 OVERRIDES = {
     "qwen2_5_vl": [{}, {"off": True}, {"keep": 30}, {"method": "vscan", "stage2": False, "keep": 0.5}],
     "llava": [{}, {"off": True}, {"method": "visionzip", "keep": 30}, {"method": "tome", "keep": 0.5}],
@@ -29,12 +28,12 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engi
     return start(request.param, DIVPRUNE, max_num_batched_tokens=CHUNK, num_gpu_blocks_override=16, max_model_len=480)
 
 
-def test_these_tests_run_through_it(engine: Engine) -> None:
+def test_engine_uses_v2(engine: Engine) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     assert isinstance(runner, GPUModelRunner)
-    # Positions change where a model has three axes of them, and nowhere else.
+    # Only positions with three axes change.
     assert (runner.model_state.mm_pruner is not None) == engine.checkpoint.mrope
 
 
@@ -43,18 +42,16 @@ def test_mixed_requests_and_once_more_from_the_prefix_cache(
 ) -> None:
     engine.forget()
     prompt, images = checkpoint.prompt(2), checkpoint.images(2)
-    asked = [(prompt, images, override) for override in OVERRIDES[checkpoint.name]]
+    cases = [(prompt, images, override) for override in OVERRIDES[checkpoint.name]]
     if checkpoint.video is not None:
-        asked.append(checkpoint.video_case({"keep": 0.5}))
+        cases.append(checkpoint.video_case({"keep": 0.5}))
     for _ in range(2):
-        outputs = engine.check(reference, asked)
+        outputs = engine.check(reference, cases)
     assert all(output.num_cached_tokens >= BLOCK for output in outputs)
 
 
-def test_requests_that_are_read_again(
-    engine: Engine, reference: Any, checkpoint: Checkpoint, preempted: list[str]
-) -> None:
-    """What is read the second time holds some of the answer, too."""
+def test_recomputed_requests(engine: Engine, reference: Any, checkpoint: Checkpoint, preempted: list[str]) -> None:
+    """Recomputed prompts contain a part of the answer."""
     if not checkpoint.mrope:
         pytest.skip("positions of one axis are vLLM's own")
     engine.forget()
@@ -64,7 +61,7 @@ def test_requests_that_are_read_again(
 def test_items_that_vllm_rebuilds(
     engine: Engine, reference: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.33's encoder cache puts new objects in place of a request's items."""
+    """vLLM 0.33's encoder cache replaces the items of a request with new objects."""
     from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 
     def add_request(self: Any, req_id: str, mm_features: list[Any]) -> None:
@@ -76,10 +73,10 @@ def test_items_that_vllm_rebuilds(
 
 
 def test_the_encoder_gets_what_its_memory_was_measured_for(
-    engine: Engine, checkpoint: Checkpoint, encoded: list[int]
+    engine: Engine, checkpoint: Checkpoint, encoder_calls: list[int]
 ) -> None:
     engine.generate([engine.request(checkpoint.prompt(2), checkpoint.images(2), {"keep": 2})])
-    assert encoded == [1, 1]
+    assert encoder_calls == [1, 1]
 
 
 def test_reduction_inside_the_language_model_is_refused_by_name(folder: Any) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods run on random tokens while a server loads, so that Triton compiles its kernels.
 
-On a CPU no kernel is compiled, so the tests count the kernels that would be.
+On a CPU no kernel is compiled, so the tests count the runs that would compile kernels.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ def test_lengths_of_small_and_no_images() -> None:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Setting, int]]:
-    """Record settings and numbers of tokens that were run, as if kernels were compiled here."""
-    found: list[tuple[Setting, int]] = []
+    """Record the setting and the number of tokens of each run, as if kernels were compiled on this device."""
+    recorded: list[tuple[Setting, int]] = []
     run = warm_up._run
 
     def spy(model: Any, vllm_config: Any, device: torch.device, setting: Setting, *rest: Any) -> None:
-        found.append((setting, rest[-1]))
+        recorded.append((setting, rest[-1]))
         run(model, vllm_config, device, setting, *rest)
 
     monkeypatch.setattr(warm_up, "uses_kernels", lambda device: True)
     monkeypatch.setattr(warm_up, "_run", spy)
-    return found
+    return recorded
 
 
 def test_server_runs_its_setting_and_profiles(start: Callable[..., Engine], runs: list[tuple[Setting, int]]) -> None:
     engine = start("llava", DIVPRUNE | {"profiles": PROFILES})
-    ran = [(get_label(setting), count) for setting, count in runs]
-    largest = 36  # squares, as this model's images
+    executed = [(get_label(setting), count) for setting, count in runs]
+    largest = 36  # images of this model are square
     labels = [("divprune", "0.25"), ("divprune", "0.5"), ("visionzip", "0.25")]
-    assert ran == [(label, count) for label in labels for count in warm_up.list_lengths(largest)]
+    assert executed == [(label, count) for label in labels for count in warm_up.list_lengths(largest)]
     checkpoint = engine.checkpoint
     engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1))])
-    assert len(runs) == len(ran)  # only before the server was ready
+    assert len(runs) == len(executed)  # only before the server was ready
 
 
 def test_any_image_shape_and_longer_videos(start: Callable[..., Engine], runs: list[tuple[Setting, int]]) -> None:
@@ -110,17 +110,17 @@ def test_devices_without_compiled_kernels_are_skipped(monkeypatch: pytest.Monkey
     wrapped = worker.compile_or_warm_up_model
     warm_up.wrap_warm_up(worker)
     assert worker.compile_or_warm_up_model is wrapped
-    one = worker()
-    one.device = torch.device("cpu")
+    instance = worker()
+    instance.device = torch.device("cpu")
     monkeypatch.setattr(warm_up, "warm_up", None)  # would raise
     for active in (False, True):
-        one.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(tokenprune_active=active))  # noqa: B023
-        assert one.compile_or_warm_up_model() == "done"
+        instance.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(tokenprune_active=active))  # noqa: B023
+        assert instance.compile_or_warm_up_model() == "done"
 
 
 @pytest.fixture
-def made() -> tuple[Any, Any]:
-    """Return a model and its configuration, with the attributes that are read."""
+def model_and_config() -> tuple[Any, Any]:
+    """Return a model and its configuration, with the attributes that the warm-up reads."""
     offer = SimpleNamespace(profiles={"default": DIVPRUNE})
     multimodal = SimpleNamespace(tokenprune=DIVPRUNE, tokenprune_server=offer)
     config = SimpleNamespace(
@@ -130,7 +130,7 @@ def made() -> tuple[Any, Any]:
 
 
 def test_failing_selection_raises_at_load(
-    made: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model_and_config: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def select(self: Any, tokens: Any) -> Any:
         raise RuntimeError("out of registers")
@@ -139,12 +139,14 @@ def test_failing_selection_raises_at_load(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with pytest.raises(UnsupportedSetupError, match=r"divprune failed on .* 48 tokens .*out of registers"):
         warm_up.warm_up(
-            *made, torch.device("cpu"), {"image": 50}, [parse_setting({"method": "divprune", "keep": 0.25})]
+            *model_and_config, torch.device("cpu"), {"image": 50}, [parse_setting({"method": "divprune", "keep": 0.25})]
         )
     assert "divprune failed on a random item of 48 tokens" in caplog.text
 
 
-def test_refused_sizes_are_skipped(made: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_sizes_are_skipped(
+    model_and_config: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     select = DivPrune.select
 
     def even(self: Any, tokens: Any) -> Any:
@@ -152,13 +154,13 @@ def test_refused_sizes_are_skipped(made: tuple[Any, Any], runs: Any, monkeypatch
             raise OptionError("odd")
         return select(self, tokens)
 
-    setting = parse_setting(DIVPRUNE)  # run before
+    setting = parse_setting(DIVPRUNE)  # parsing runs the method, so it precedes the patch
     monkeypatch.setattr(DivPrune, "select", even)
-    assert warm_up.warm_up(*made, torch.device("cpu"), {"image": 64}, [setting]) == [("divprune", 64)]
+    assert warm_up.warm_up(*model_and_config, torch.device("cpu"), {"image": 64}, [setting]) == [("divprune", 64)]
 
 
 def test_video_out_of_memory_does_not_stop_the_server(
-    made: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch
+    model_and_config: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def select(self: Any, tokens: Any) -> Any:
         if tokens.segments.counts[0] > room:
@@ -167,11 +169,11 @@ def test_video_out_of_memory_does_not_stop_the_server(
 
     setting, unbounded, room = parse_setting(DIVPRUNE), DivPrune.select, 64
     monkeypatch.setattr(DivPrune, "select", select)
-    ran = warm_up.warm_up(*made, torch.device("cpu"), {"image": 64, "video": 256}, [setting])
-    assert max(count for _, count in ran) == 64
+    executed = warm_up.warm_up(*model_and_config, torch.device("cpu"), {"image": 64, "video": 256}, [setting])
+    assert max(count for _, count in executed) == 64
     room, model = 32, SimpleNamespace(tokenprune_width=32, tokenprune_norm=None)
     with pytest.raises(UnsupportedSetupError, match=r"divprune failed on a random item of .* too many tokens"):
-        warm_up.warm_up(model, made[1], torch.device("cpu"), {"image": 64, "video": 256}, [setting])
+        warm_up.warm_up(model, model_and_config[1], torch.device("cpu"), {"image": 64, "video": 256}, [setting])
 
 
 @pytest.mark.only_v2("where kernels are interpreted")

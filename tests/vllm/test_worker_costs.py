@@ -12,13 +12,13 @@ SCRIPT = Path(__file__).with_name("worker_costs.py")
 
 
 def test_costs_do_not_exceed_the_table() -> None:
-    """Runs in a separate process, in which no engine of vLLM sees the simulated device."""
+    """The separate process keeps the simulated device away from vLLM's engines."""
     done = subprocess.run([sys.executable, SCRIPT, "--most", "10"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_no_stage_synchronizes() -> None:
     table = json.loads(SCRIPT.with_suffix(".json").read_text())
-    waits = {name: number for row in table.values() for name, number in row.items() if name.endswith("waits")}
+    waits = {name: count for row in table.values() for name, count in row.items() if name.endswith("waits")}
     assert waits.keys() == {"prompt waits", "choice waits", "placing V1 waits", "placing V2 waits"}
     assert not any(waits.values())

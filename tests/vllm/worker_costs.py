@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count what the plugin adds to a request, in the front end and in a worker, without a clock, as `engine_costs.py` does
-of patched models.
+"""Count the plugin's work per request, in the front end and in a worker, without a clock, like `engine_costs.py`.
 
-python tests/vllm/worker_costs.py           # print what each stage of a request takes, beside the table
-python tests/vllm/worker_costs.py --update  # write lower counts into the table; higher ones are an editor's
+python tests/vllm/worker_costs.py           # print the counts of each stage beside the table
+python tests/vllm/worker_costs.py --update  # write lower counts into the table; raise counts by hand
 
-The tower and the language model of a request are none: whatever is counted is the plugin's. Its tensors are on a
-pretended device. The greedy search of divprune, a kernel on a GPU, is replaced by a comparison.
+The requests skip the tower and the language model, so the plugin does all counted work. Its tensors are on a simulated
+device. A comparison replaces the greedy search of divprune, which is a kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ from tokenprune.models.families import SERVED
 TABLE = Path(__file__).with_suffix(".json")
 IMAGE, START, END, WIDTH = 9, 7, 8, 16
 TEXT = 20  # tokens before an image, and after it
-"""Launches that move no values, or make no tensor of values."""
-_NONE = {
+# Operations that launch no kernel.
+_NO_LAUNCH = {
     "empty",
     "empty_like",
     "empty_strided",
@@ -66,20 +65,20 @@ _NONE = {
 
 
 class Launches(CountedOperations):
-    """Counts operations of the device that a GPU would run as a kernel or a copy: no views, and none on the host."""
+    """Count device operations that a GPU would run as a kernel or a copy. Views and host operations are not counted."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        given = args[0] if args and isinstance(args[0], list | tuple) else args
-        far = isinstance(made, Far) or any(isinstance(one, Far) for one in (*args, *given))
-        if far and not function.is_view and name not in _NONE:
+        values = args[0] if args and isinstance(args[0], list | tuple) else args
+        on_device = isinstance(output, Far) or any(isinstance(value, Far) for value in (*args, *values))
+        if on_device and not function.is_view and name not in _NO_LAUNCH:
             self.found[name] += 1
-        return made
+        return output
 
 
 class _Features:
-    """A model of vLLM whose tower has run: `features`, one tensor for each item."""
+    """Model of vLLM with given outputs of the tower: `features`, one tensor for each item."""
 
     features: list[Tensor]
 
@@ -107,9 +106,10 @@ _Qwen._rule = _rule  # type: ignore[method-assign]
 
 
 class Request:
-    """A request with `images` images: what the runner of a worker asks the model for, stage by stage.
+    """Request with `images` images; its stages call the model like a worker's runner.
 
-    grid: (frames, height, width) of an image in patches where the model has M-RoPE; None: tokens on one axis.
+    Args:
+        grid: (frames, height, width) of an image in patches with M-RoPE, or None for tokens on one axis.
     """
 
     def __init__(self, model: Any, count: int, grid: tuple[int, int, int] | None, images: int, setting: Any) -> None:
@@ -119,15 +119,15 @@ class Request:
         item = {field_name("image"): self.data} | ({} if grid is None else {"image_grid_thw": torch.tensor(grid)})
         for _ in range(images):
             self.tokens += [*range(30, 30 + TEXT), START]
-            place = PlaceholderRange(len(self.tokens), plan.rows)
+            placeholder = PlaceholderRange(len(self.tokens), plan.rows)
             data = {
-                name: MultiModalFieldElem(data=one, field=MultiModalBatchedField(keep_on_cpu=True))
-                for name, one in item.items()
+                name: MultiModalFieldElem(data=value, field=MultiModalBatchedField(keep_on_cpu=True))
+                for name, value in item.items()
             }
-            self.features.append(MultiModalFeatureSpec(data, "image", "", place))
+            self.features.append(MultiModalFeatureSpec(data, "image", "", placeholder))
             self.tokens += [*plan.reduced(), END]
         self.tokens += range(30, 30 + TEXT)
-        self.kwargs = {name: [one] * images for name, one in item.items()}
+        self.kwargs = {name: [value] * images for name, value in item.items()}
         if grid is not None:
             self.kwargs["image_grid_thw"] = torch.tensor([grid] * images)
         self.counts = [count] * images
@@ -135,7 +135,7 @@ class Request:
         self.positions = torch.zeros(3, len(self.tokens), dtype=torch.long)
 
     def stages(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Yield name and work of each stage, in their order."""
+        """Yield name and function of each stage, in order."""
         if self.grid is not None:
             yield "prompt", self._prompt
         yield "choice", self._choice
@@ -147,7 +147,7 @@ class Request:
         notes = self.model.tokenprune_notes
         with notes.recording("one"):
             self.positions, _ = self.model.get_mrope_input_positions(self.tokens, self.features)
-        notes._of_request[1] = notes._of_request["one"]  # the key on Model Runner V2
+        notes._of_request[1] = notes._of_request["one"]  # Model Runner V2 uses this key
 
     def _choice(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -155,13 +155,13 @@ class Request:
         self.rows = list(self.model.embed_multimodal(**self.kwargs))
 
     def _placed_v1(self) -> None:
-        number = {"one": len(self.tokens)}
+        num_scheduled = {"one": len(self.tokens)}
         request = SimpleNamespace(num_computed_tokens=0, mm_features=self.features)
         runner = SimpleNamespace(
             get_model=lambda: self.model, requests={"one": request}, input_batch=SimpleNamespace(req_ids=["one"]),
             mrope_positions=SimpleNamespace(gpu=Far(self.positions.clone())),
         )  # fmt: skip
-        wrap_gather_v1(lambda *_: (self.rows, None))(runner, SimpleNamespace(num_scheduled_tokens=number))
+        wrap_gather_v1(lambda *_: (self.rows, None))(runner, SimpleNamespace(num_scheduled_tokens=num_scheduled))
 
     def _placed_v2(self) -> None:
         state: Any = RopeState.__new__(RopeState)
@@ -180,7 +180,7 @@ class Request:
         self.state = state
 
 
-def model_of(kind: type) -> Any:
+def build_model(kind: type) -> Any:
     model: Any = kind.__new__(kind)
     model.tokenprune_active, model.tokenprune_original = True, False
     model.tokenprune_clock, model.tokenprune_tower, model.tokenprune_width = Clock(None), None, WIDTH
@@ -195,16 +195,16 @@ def model_of(kind: type) -> Any:
 DIVPRUNE, OFF = {"method": "divprune", "keep": 0.25}, {"off": True}
 
 
-def counted_front(name: str, images: int, setting: dict[str, Any]) -> Counter[str]:
-    """Return the calls of a server's front end for a request, of whose images its caches hold none."""
+def count_front_calls(name: str, images: int, setting: dict[str, Any]) -> Counter[str]:
+    """Count the front end's calls for a request whose images are not cached."""
     checkpoint = CHECKPOINTS[name]
     with tempfile.TemporaryDirectory() as folder:
-        made = processor(checkpoint.write(Path(folder)), setting)
+        mm_processor = processor(checkpoint.write(Path(folder)), setting)
         for _ in range(2):
-            items, found = made.info.parse_mm_data({"image": checkpoint.images(images)}), Counter[str]()
-            with counted_calls(found):
-                made(checkpoint.prompt(images), items, hf_processor_mm_kwargs={})
-    return found
+            items, calls = mm_processor.info.parse_mm_data({"image": checkpoint.images(images)}), Counter[str]()
+            with counted_calls(calls):
+                mm_processor(checkpoint.prompt(images), items, hf_processor_mm_kwargs={})
+    return calls
 
 
 CASES: dict[str, tuple[type, int, tuple[int, int, int] | None, int, dict[str, Any]]] = {
@@ -217,49 +217,52 @@ CASES: dict[str, tuple[type, int, tuple[int, int, int] | None, int, dict[str, An
 }
 
 
-def _picked(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> Tensor:
-    """Stand in for `farthest`."""
+def _select_first(features: Tensor, mask: Tensor, budget: Tensor, max_budget: int) -> Tensor:
+    """Replace `farthest`."""
     return (torch.arange(mask.shape[1], device=mask.device) < budget[:, None]) & mask
 
 
-def counted(case: str) -> dict[str, Counter[Any]]:
-    """Return the counts of each stage of a request, by name: calls of ours, launches, waits."""
-    kind, *given = CASES[case]
+def count_stages(case: str) -> dict[str, Counter[Any]]:
+    """Count calls, launches and waits in each stage of a request."""
+    kind, *arguments = CASES[case]
     register()
-    found, model = dict[str, Counter[Any]](), model_of(kind)
-    with mock.patch.object(divprune, "farthest", _picked), torch.no_grad():
-        for _ in range(2):  # what is made once is there the second time
-            for stage, run in Request(model, *given).stages():
-                launches = found[f"{stage} launches"] = Counter()
+    counts, model = dict[str, Counter[Any]](), build_model(kind)
+    with mock.patch.object(divprune, "farthest", _select_first), torch.no_grad():
+        for _ in range(2):  # the first pass fills the caches
+            for stage, run in Request(model, *arguments).stages():
+                launches = counts[f"{stage} launches"] = Counter()
                 with counting() as waits, Launches(launches):
                     run()
-                found[f"{stage} waits"] = Counter(waits.found)
-        for stage, run in Request(model, *given).stages():
-            calls = found[f"{stage} calls"] = Counter()
+                counts[f"{stage} waits"] = Counter(waits.found)
+        for stage, run in Request(model, *arguments).stages():
+            calls = counts[f"{stage} calls"] = Counter()
             with counting(), counted_calls(calls):
                 run()
-    found["front calls"] = counted_front(case.split()[0].strip(","), given[2], given[3])
-    return found
+    counts["front calls"] = count_front_calls(case.split()[0].strip(","), arguments[2], arguments[3])
+    return counts
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help="write lower counts")
     parser.add_argument("--most", type=int, default=0, metavar="N", help="print the N most frequent names of each")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     rose = []
     for case in CASES:
-        found = counted(case)
-        old, new = table.get(case, {}), {name: one.total() for name, one in found.items()}
+        counts = count_stages(case)
+        old, new = table.get(case, {}), {name: counter.total() for name, counter in counts.items()}
         print(f"{case}: " + "  ".join(f"{name} {old.get(name, '-')} -> {new[name]}" for name in new))
-        for name, one in found.items():
-            print("".join(f"  {name} {times:4} {of}\n" for of, times in one.most_common(asked.most)), end="")
+        for name, counter in counts.items():
+            print(
+                "".join(f"  {name} {times:4} {operation}\n" for operation, times in counter.most_common(args.most)),
+                end="",
+            )
         rose += [f"{case}: {name}" for name in new if new[name] > old.get(name, -1)]
         table[case] = {name: min(new[name], old.get(name, new[name])) for name in new}
     if rose:
-        print(f"higher than in the table, which is raised by hand alone, with the reason: {', '.join(rose)}")
-    if asked.update:
+        print(f"higher than in the table (raise it by hand, and give the reason): {', '.join(rose)}")
+    if args.update:
         rows = ",\n".join(f"  {json.dumps(case)}: {json.dumps(row)}" for case, row in table.items())
         TABLE.write_text(f"{{\n{rows}\n}}\n")
     return bool(rose)

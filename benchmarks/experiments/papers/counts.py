@@ -38,8 +38,8 @@ class Count:
     def left(self) -> list[tuple[int, int]]:
         """(layer, tokens from that layer on) for each cut, including tokens that the code keeps in addition."""
         method, count, cuts = tokenprune.method(self.method, **self.options), 576, []
-        for layer, asked in self.cuts:
-            count = min(count, method.resolve_count(count, asked))
+        for layer, requested in self.cuts:
+            count = min(count, method.resolve_count(count, requested))
             cuts.append((layer, count))
         return cuts
 

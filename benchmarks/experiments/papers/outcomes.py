@@ -54,8 +54,8 @@ def read_all(folder: Path, settings: Sequence[Setting]) -> Outcomes:
     """Read the folder of `run`, with a subfolder for each setting.
 
     Raises:
-        OptionError: If the folder does not exist or has no results of `run`.
-        BadResultsError: If files cannot be used; lists all of them.
+        OptionError: If the folder does not exist or lacks results of `run`.
+        BadResultsError: If files cannot be used; the message lists all such files.
     """
     if not folder.is_dir():
         raise OptionError(f"{folder} is not a folder. Pass the folder of `run --out`.")
@@ -135,7 +135,7 @@ def _model(path: Path, data: dict[str, Any], setting: Setting) -> str:
     arguments = data["config"].get("model_args") or ""
     if isinstance(arguments, str):
         arguments = dict(part.split("=", 1) for part in arguments.split(",") if "=" in part)
-    for name, value in setting.given.items():
+    for name, value in setting.model_args.items():
         if name not in arguments or not same(arguments[name], value):
             raise BadResultsError(
                 f"{path} is not of {setting.name}: it has {name}={arguments.get(name)} instead of {name}={value}"

@@ -92,7 +92,7 @@ class Setting:
         return f"{self.method}-{self.budget}{'-cut' if self.means == 'cut' else ''}"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def model_args(self) -> dict[str, Any]:
         """The part of `--model_args` that identifies this run."""
         return (
             {"method": "none"}
@@ -102,7 +102,13 @@ class Setting:
 
     def arguments(self, pretrained: str, device: str, thresholds: str) -> str:
         """Return `--model_args`."""
-        arguments = {"base": "llava_hf", "pretrained": pretrained, "device": device, "device_map": device, **self.given}
+        arguments = {
+            "base": "llava_hf",
+            "pretrained": pretrained,
+            "device": device,
+            "device_map": device,
+            **self.model_args,
+        }
         if self.method == "dymu":
             arguments["thresholds"] = thresholds
         for name, value in arguments.items():

@@ -77,14 +77,14 @@ def _about(method: str, data: Published) -> str:
         f"{run.budget}{' at the cut' if run.means == 'cut' else ''}: keep={run.keep}" for run in _runs(method)
     )
     notes = [f"{row.note}" for row in rows if row.note]
-    notes += [f"? {SETS[key].title} at {row.budget}: {why}." for row in rows for key, why in row.doubt.items()]
+    notes += [f"? {SETS[key].title} at {row.budget}: {reason}." for row in rows for key, reason in row.doubt.items()]
     return " ".join([f"Counted: {counts}. Yours: {runs}.", *notes])
 
 
 def _meaning(data: Published, source: str, rows: Sequence[Row]) -> str:
-    mine = [row for row in rows if row.source == source]
-    exact = [f"{row.tokens} tokens" for row in mine if row.tokens]
-    return ", ".join([*dict.fromkeys(data.means[row.means] for row in mine), *exact])
+    rows_of_source = [row for row in rows if row.source == source]
+    exact = [f"{row.tokens} tokens" for row in rows_of_source if row.tokens]
+    return ", ".join([*dict.fromkeys(data.means[row.means] for row in rows_of_source), *exact])
 
 
 def _printed(row: Row) -> list[str]:
@@ -97,35 +97,37 @@ def _printed(row: Row) -> list[str]:
 
 
 def _own(data: Published, rows: Sequence[Row], setting: Setting, measured: Mapping[str, Measured]) -> list[str]:
-    """Return the cells of a setting, empty where it has no measurement."""
-    mine, base = measured.get(setting.name, {}), measured.get(UNPATCHED, {})
+    """Return the cells of a setting, empty where a measurement is missing."""
+    measured_values, base = measured.get(setting.name, {}), measured.get(UNPATCHED, {})
     comparable = [row for row in rows if setting.means == "input" or row.means in (setting.means, "not stated")]
     cells = []
     for key in SETS:
-        if key not in mine:
+        if key not in measured_values:
             cells.append(_EMPTY)
             continue
-        gaps = [gap for row in comparable if (gap := _gap(data, key, row, mine, base)) is not None]
+        gaps = [gap for row in comparable if (gap := _gap(data, key, row, measured_values, base)) is not None]
         if setting.method == UNPATCHED:
             gaps = sorted(gaps, key=abs)[:1]
-        cells.append(_filled(_number(key, mine[key]), gaps))
-    return [*cells, *_means(data, comparable, mine, base)]
+        cells.append(_filled(_number(key, measured_values[key]), gaps))
+    return [*cells, *_means(data, comparable, measured_values, base)]
 
 
-def _means(data: Published, rows: Sequence[Row], mine: Measured, base: Measured) -> tuple[str, str]:
-    mean, gaps = _relative_mean(mine, base), []
-    if mean is None or mine is base:
+def _means(data: Published, rows: Sequence[Row], measured_values: Measured, base: Measured) -> tuple[str, str]:
+    mean, gaps = _relative_mean(measured_values, base), []
+    if mean is None or measured_values is base:
         return _EMPTY if mean is None else f"{mean:.1f}", _EMPTY
     for row in rows:
-        shared = [key for key in row.values if key in mine and key in base and key in data.unpruned(row.source)]
+        shared = [
+            key for key in row.values if key in measured_values and key in base and key in data.unpruned(row.source)
+        ]
         if shared:
-            theirs = _relative_mean({key: row.values[key] for key in shared}, data.unpruned(row.source))
-            gaps.append(_relative_mean({key: mine[key] for key in shared}, base) - theirs)
+            paper_mean = _relative_mean({key: row.values[key] for key in shared}, data.unpruned(row.source))
+            gaps.append(_relative_mean({key: measured_values[key] for key in shared}, base) - paper_mean)
     printed = [mean - row.average for row in rows if row.average is not None]
     return _filled(f"{mean:.1f}", gaps), _filled(f"{mean:.1f}", printed) if printed else _EMPTY
 
 
-def _gap(data: Published, key: str, row: Row, mine: Measured, base: Measured) -> float | None:
+def _gap(data: Published, key: str, row: Row, measured_values: Measured, base: Measured) -> float | None:
     """Return the difference in points between measured and published numbers.
 
     Percentages of the unpruned model are compared, because other splits and prompts affect them least. For the unpruned
@@ -134,11 +136,11 @@ def _gap(data: Published, key: str, row: Row, mine: Measured, base: Measured) ->
     if key not in row.values:
         return None
     if row.method == UNPATCHED:
-        return (mine[key] - row.values[key]) / SETS[key].limit * 100
-    theirs = data.unpruned(row.source)
-    if key not in theirs or not base.get(key):
+        return (measured_values[key] - row.values[key]) / SETS[key].limit * 100
+    paper_unpruned = data.unpruned(row.source)
+    if key not in paper_unpruned or not base.get(key):
         return None
-    return 100 * (mine[key] / base[key] - row.values[key] / theirs[key])
+    return 100 * (measured_values[key] / base[key] - row.values[key] / paper_unpruned[key])
 
 
 def _relative_mean(values: Mapping[str, float], base: Mapping[str, float]) -> float | None:
@@ -164,9 +166,9 @@ def _alone(methods: Sequence[str], measured: Mapping[str, Measured]) -> Table:
     base = measured.get(UNPATCHED, {})
     lines = []
     for setting in (setting for setting in settings() if setting.method in methods):
-        mine = measured.get(setting.name, {})
-        row = [_number(key, mine[key]) if key in mine else _EMPTY for key in SETS]
-        mean = _relative_mean(mine, base)
+        measured_values = measured.get(setting.name, {})
+        row = [_number(key, measured_values[key]) if key in measured_values else _EMPTY for key in SETS]
+        mean = _relative_mean(measured_values, base)
         lines.append([f"`{setting.method}`", str(setting.budget), *row, _EMPTY if mean is None else f"{mean:.1f}"])
     header = ["yours", "tokens", *_TITLES, _MEANS[0]]
     return Table("Without published numbers", header, lines, "Papers print no numbers for these methods and budgets.")

@@ -39,7 +39,7 @@ SHARES = (1.0, 0.25, 0.11, 0.03, 0.01)
 
 
 @contextmanager
-def drawn() -> Iterator[None]:
+def read_random_entries() -> Iterator[None]:
     """Let answers read random entries instead of the most attended ones."""
     draw = torch.Generator().manual_seed(0)
 
@@ -63,18 +63,18 @@ def main() -> None:
     torch.set_num_threads(1)
     subject = load_model("demo_smol", device="cpu")
     examples = Bench(subject, BenchPlan(("divprune",), images=args.images)).examples
-    ways = [(share, how) for share in SHARES for how in ("attended", "drawn")[: 1 if share == 1 else 2]]
+    ways = [(share, mode) for share in SHARES for mode in ("attended", "drawn")[: 1 if share == 1 else 2]]
     right: dict[Any, list[bool]] = {way: [] for way in ways}
     same: dict[Any, list[bool]] = {way: [] for way in ways}
-    for _, of_image in groupby(examples, key=lambda example: example.path):
-        questions = list(of_image)
+    for _, image_examples in groupby(examples, key=lambda example: example.path):
+        questions = list(image_examples)
         session = tokenprune.sessions.session(subject.model, subject.processor, memory=4096).see([questions[0].image])
         for example in questions:
             unpruned = session.ask(example.question, max_new_tokens=32, return_dict=True)
             if len(unpruned.ids) < 4:  # including the end token
                 continue
             for way in ways:
-                with drawn() if way[1] == "drawn" else nullcontext():
+                with read_random_entries() if way[1] == "drawn" else nullcontext():
                     answer = session.ask(example.question, attend=way[0], max_new_tokens=32)
                 right[way].append(ending(answer.rstrip("."), example.answer) == 1)
                 same[way].append(answer == unpruned.text)
@@ -82,13 +82,13 @@ def main() -> None:
     table = Table(title=f"{len(right[ways[0]])} questions")
     for column in ("share read", "chosen by", "right", "95 %", "same"):
         table.add_column(column)
-    for (share, how), flags in right.items():
+    for (share, mode), flags in right.items():
         low, high = wilson(sum(flags), len(flags))
-        answers = {"right": bits(flags), "same": bits(same[share, how])}
-        records.append({"record": "attend", "attend": share, "how": how, **answers})
-        same_share = sum(same[share, how]) / len(flags)
+        answers = {"right": bits(flags), "same": bits(same[share, mode])}
+        records.append({"record": "attend", "attend": share, "how": mode, **answers})
+        same_share = sum(same[share, mode]) / len(flags)
         table.add_row(
-            f"{share:g}", how, f"{sum(flags) / len(flags):.1%}", f"{low:.1%} to {high:.1%}", f"{same_share:.1%}"
+            f"{share:g}", mode, f"{sum(flags) / len(flags):.1%}", f"{low:.1%} to {high:.1%}", f"{same_share:.1%}"
         )
     get_console().print(table)
     about = header(torch.device("cpu"), code=code_version(), model="demo_smol", images=args.images)

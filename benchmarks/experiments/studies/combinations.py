@@ -65,7 +65,7 @@ def covering(tokens: VisualTokens, factor: Tensor) -> Tensor:
     return greedy_cover([relation], tokens.mask, tokens.budget, max(tokens.keep), factor)
 
 
-def merged(tokens: VisualTokens, keep: Tensor) -> Selection:
+def merge_dropped(tokens: VisualTokens, keep: Tensor) -> Selection:
     """Merge each dropped token into the most similar token of `keep`."""
     cosine = cosines(tokens.hidden, mask=tokens.mask).masked_fill(~keep.unsqueeze(1), -torch.inf)
     assign = torch.where(keep, torch.arange(keep.shape[1]), cosine.argmax(2)).masked_fill(~tokens.mask, -1)
@@ -78,7 +78,7 @@ class CoverMerge(Pruner):
     """Select as `scope`, and merge all other tokens into the most similar selected token."""
 
     def select(self, tokens: VisualTokens) -> Selection:
-        return merged(tokens, covering(tokens, rescale(compute_saliency(tokens), tokens.mask, 1e-6)))
+        return merge_dropped(tokens, covering(tokens, rescale(compute_saliency(tokens), tokens.mask, 1e-6)))
 
 
 @register("cover_asked", site=Site.PRE_LLM, paper=PAPER)

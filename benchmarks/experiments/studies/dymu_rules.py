@@ -91,8 +91,8 @@ class Merged:
             weighted, size = self.x * self.size[:, None], self.size
             targets = partner[sources - self.protected]
             total = weighted[1::2].index_add(0, targets, weighted[::2][sources])
-            each = size[1::2].index_add(0, targets, size[::2][sources])
-            weighted, self.size = torch.cat([weighted[::2][rest], total]), torch.cat([size[::2][rest], each])
+            merged_sizes = size[1::2].index_add(0, targets, size[::2][sources])
+            weighted, self.size = torch.cat([weighted[::2][rest], total]), torch.cat([size[::2][rest], merged_sizes])
             self.x = weighted / (self.size + (1e-4 if rules.epsilon else 0))[:, None]
         self.x = self.x + block.mlp(block.layer_norm2(self.x))
 
@@ -137,7 +137,7 @@ def authors_schedule(total: int, blocks: int) -> list[int]:
     """Return the merges per block of the authors' linear schedule.
 
     It starts at twice the mean and decreases by equal steps, all rounded down, until the sum is `total`. Later blocks
-    merge nothing.
+    do not merge.
     """
     first, counts = 2 * total // blocks, []
     for block in range(blocks):
@@ -186,11 +186,11 @@ def thresholds_table(keeps: Sequence[float] = KEEPS, count: int = IMAGES) -> str
             thresholds = calibrated(blocks, first, protected, plan, OURS)
             differences = []
             for rules in (*(Rules(**{rule.name: True}) for rule in fields(Rules)[:3]), BATCH):
-                theirs = calibrated(blocks, first, protected, plan, rules)
-                differences.append(max(abs(a - b) for a, b in zip(thresholds, theirs, strict=True)))
+                authors_thresholds = calibrated(blocks, first, protected, plan, rules)
+                differences.append(max(abs(a - b) for a, b in zip(thresholds, authors_thresholds, strict=True)))
             mean_counts = [
                 sum(left(blocks, others, protected, taus, rules)) / len(others)
-                for taus, rules in ((thresholds, OURS), (theirs, ALONE), (theirs, BATCH))
+                for taus, rules in ((thresholds, OURS), (authors_thresholds, ALONE), (authors_thresholds, BATCH))
             ]
             cells = [f"{value:.1e}" if value else "0" for value in differences] + [
                 f"{value:.1f}" for value in mean_counts
@@ -210,11 +210,11 @@ def schedules_table() -> str:
         shape = Tower(tokens, protected, blocks, read)
         for total in TOTALS:
             for schedule in ("linear", "reverse_linear"):
-                theirs = authors_schedule(total, blocks)
-                theirs = theirs if schedule == "linear" else theirs[::-1]
+                authors_counts = authors_schedule(total, blocks)
+                authors_counts = authors_counts if schedule == "linear" else authors_counts[::-1]
                 counts = count_merges(shape, shape.patches - total, schedule)
-                difference = max(abs(a - b) for a, b in zip(counts, theirs, strict=True))
-                lines.append(f"| {label} | {total} | {schedule} | {difference} | {sum(theirs[read:])} |")
+                difference = max(abs(a - b) for a, b in zip(counts, authors_counts, strict=True))
+                lines.append(f"| {label} | {total} | {schedule} | {difference} | {sum(authors_counts[read:])} |")
     return "\n".join(lines)
 
 

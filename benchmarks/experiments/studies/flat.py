@@ -74,7 +74,7 @@ def anew(model: Any, frames: Frames, end: int, last: int) -> torch.Tensor:
     return output.logits[0][0]
 
 
-def streamed(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_stream(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of a stream."""
     device = next(model.parameters()).device
     frames, clock, rows = Frames(device), Clock(device), []
@@ -90,11 +90,11 @@ def streamed(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
             "compressions": stats.compressions, "reanchored": stats.reanchored, "next_position": stats.next_position,
         })  # fmt: skip
         if index % args.every == args.every - 1 and first + count >= args.last:
-            asked, cpu = clock(lambda: session.ask(QUESTION, max_new_tokens=1, return_dict=True))
-            again, again_cpu = clock(lambda end=first + count: anew(model, frames, end, args.last))
+            ask_time, cpu = clock(lambda: session.ask(QUESTION, max_new_tokens=1, return_dict=True))
+            anew_time, again_cpu = clock(lambda end=first + count: anew(model, frames, end, args.last))
             rows.append({
-                "record": "question", "frames": first + count, "seconds": asked, "cpu_seconds": cpu,
-                "anew_seconds": again, "anew_cpu_seconds": again_cpu, "last": args.last,
+                "record": "question", "frames": first + count, "seconds": ask_time, "cpu_seconds": cpu,
+                "anew_seconds": anew_time, "anew_cpu_seconds": again_cpu, "last": args.last,
             })  # fmt: skip
     return rows
 
@@ -106,9 +106,9 @@ def slope(frames: Sequence[float], values: Sequence[float]) -> dict[str, float]:
     y = np.array([median(values[i] for i in cut) for cut in cuts])
     draws, rng = [], np.random.default_rng(0)
     while len(draws) < DRAWS:
-        drawn = rng.integers(0, len(x), len(x))
-        if np.ptp(x[drawn]) > 0:
-            draws.append(_rise(x[drawn], y[drawn]))
+        sample = rng.integers(0, len(x), len(x))
+        if np.ptp(x[sample]) > 0:
+            draws.append(_rise(x[sample], y[sample]))
     low, high = np.percentile(draws, (2.5, 97.5))
     return {"rise": _rise(x, y), "low": float(low), "high": float(high), "median": float(np.median(values))}
 
@@ -122,8 +122,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the slopes of a stream after its first compression, when the memory is full."""
     blocks = [row for row in rows if row["record"] == "block" and row["compressions"] > 0][1:]
     begin = blocks[0]["frames"] if blocks else 0
-    asked = [row for row in rows if row["record"] == "question" and row["frames"] >= begin]
-    if len(blocks) < 3 or len(asked) < 3:
+    questions = [row for row in rows if row["record"] == "question" and row["frames"] >= begin]
+    if len(blocks) < 3 or len(questions) < 3:
         raise SystemExit("Too few frames for a slope. Increase --frames, or decrease --memory and --every.")
 
     def line(rows_of_kind: list[dict[str, Any]], name: str) -> dict[str, float]:
@@ -134,22 +134,22 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "bytes": line(blocks, "bytes")
         | {"least": min(r["bytes"] for r in blocks), "most": max(r["bytes"] for r in blocks)},
         "block_seconds": line(blocks, "seconds"),
-        "question_seconds": line(asked, "seconds"),
-        "anew_seconds": line(asked, "anew_seconds"),
+        "question_seconds": line(questions, "seconds"),
+        "anew_seconds": line(questions, "anew_seconds"),
         "reanchored": blocks[-1]["reanchored"],
     }
 
 
 def table(summary_row: dict[str, Any]) -> Table:
     """Format a summary as a table."""
-    shown = Table("", "median", "rise in 1,000 frames, 95 %")
+    result_table = Table("", "median", "rise in 1,000 frames, 95 %")
     names = {"bytes": "bytes after a block", "block_seconds": "block, ms", "question_seconds": "first token, ms",
              "anew_seconds": "first token, frames sent anew, ms"}  # fmt: skip
     for name, words in names.items():
         line, scale = summary_row[name], 1 if name == "bytes" else 1000
         rise, low, high = (scale * line[key] for key in ("rise", "low", "high"))
-        shown.add_row(words, f"{scale * line['median']:.4g}", f"{rise:.3g} [{low:.3g}, {high:.3g}]")
-    return shown
+        result_table.add_row(words, f"{scale * line['median']:.4g}", f"{rise:.3g} [{low:.3g}, {high:.3g}]")
+    return result_table
 
 
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -172,10 +172,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     device, load = torch.device(args.device), Load(args.allow_load)
     torch.set_num_threads(1)
-    rows = streamed(qwen(args.decoder, device, torch.float32), args)
+    rows = measure_stream(qwen(args.decoder, device, torch.float32), args)
     summary_row = summary(rows)
-    asked = {name: value for name, value in vars(args).items() if name not in ("out", "allow_load", "device")}
-    first = header(device, code=code_version(), **asked)
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "allow_load", "device")}
+    first = header(device, code=code_version(), **settings)
     write(args.out or results_path(device, f"flat-{args.policy}"), [first, *rows, summary_row | load.record()])
     get_console().print(table(summary_row))
 

@@ -30,7 +30,7 @@ from tokenprune_bench.significance import wilson
 from tokenprune_demo.heldout import load_heldout
 
 OUT = Path(__file__).parents[2] / "results/late_layers.jsonl"
-LAYERS = (30, 28, 26, 23, 20, 15)  # layers at whose input the image is dropped; 30: never
+LAYERS = (30, 28, 26, 23, 20, 15)  # the image is dropped at the input of these layers; 30: never
 BATCH = 16
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     torch.set_num_threads(1)
     subject = load_model("demo_smol", device="cpu", dtype="bfloat16")
     backend, metric = get_backend(subject), get_metric(subject.metric)
-    asked = [example for example in load_heldout(folder=subject.heldout) if example.index % args.every == 0]
+    examples = [example for example in load_heldout(folder=subject.heldout) if example.index % args.every == 0]
     stored = read_lines(args.out)
     known = {(record["layer"], record["every"]) for record, _ in stored}
     table = Table("visual tokens dropped at layer", "questions", "right, %")
@@ -53,9 +53,9 @@ def main() -> None:
             setting = None if layer == LAYERS[0] else Setting.from_json({"method": "vtw", "keep": layer / LAYERS[0]})
             answers: list[str] = []
             with backend.answering(setting) as answer:
-                for first in range(0, len(asked), BATCH):
-                    answers += answer(first, asked[first : first + BATCH])[0]
-            scores = metric.score(answers, [example.answers for example in asked])
+                for first in range(0, len(examples), BATCH):
+                    answers += answer(first, examples[first : first + BATCH])[0]
+            scores = metric.score(answers, [example.answers for example in examples])
             right = "".join(str(int(score >= 1)) for score in scores)
             lines.write(
                 {"record": "result", "layer": layer, "every": args.every, "weights": subject.weights, "right": right}

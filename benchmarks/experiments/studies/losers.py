@@ -14,7 +14,7 @@ uniform, two variants of even distances:
 raster: the method: every n-th patch in row-major order, which on a square grid selects the same columns in each row.
 grid:   the same number of patches, evenly spaced in rows and columns.
 
-The questions are those of benchmarks/results/bench.jsonl, which has the other methods.
+benchmarks/results/bench.jsonl has the same questions, with the other methods.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def groups_of(subject: Model, inputs: Any, method: str, keep: float) -> Tensor:
 
 
 @contextmanager
-def reading(subject: Model, inputs: Any, method: str, keep: float, how: str) -> Iterator[None]:
+def run_variant(subject: Model, inputs: Any, method: str, keep: float, how: str) -> Iterator[None]:
     """Run the model as a variant prescribes, for the length of a `with` block."""
     model = subject.model
     with ExitStack() as stack:
@@ -100,25 +100,31 @@ def main() -> None:
     args = parser.parse_args()
     console, subject = Console(), load_model(device="cpu")
     bench = Bench(subject, BenchPlan(images=args.images, repeats=0))
-    plan = [(method, how) for method in ("tome", "dymu") for how in ("both", "tower", "after")]
+    plan = [(method, variant) for method in ("tome", "dymu") for variant in ("both", "tower", "after")]
     plan += [("uniform", "raster"), ("uniform", "grid")]
     with args.json.open("w") as file:
         file.write(json.dumps(bench.header()) + "\n")
         for keep in KEEPS:
-            for method, how in plan:
+            for method, variant in plan:
                 counts: list[float] = []
 
-                def look(rows: int, counts: list[float] = counts) -> None:
+                def record_counts(rows: int, counts: list[float] = counts) -> None:
                     if tokenprune.is_patched(subject.model):
                         counts.append(tokenprune.stats(subject.model).visual_tokens_out / rows)
 
-                changed = partial(reading, subject, method=method, keep=keep, how=how)
-                right = ask(bench, subject, changed, look)
+                changed = partial(run_variant, subject, method=method, keep=keep, how=variant)
+                right = ask(bench, subject, changed, record_counts)
                 tokens = sum(counts) / len(counts) if counts else SIDE**2
-                record = {"method": method, "reading": how, "keep": keep, "tokens_in_decoder": tokens, "right": right}
+                record = {
+                    "method": method,
+                    "reading": variant,
+                    "keep": keep,
+                    "tokens_in_decoder": tokens,
+                    "right": right,
+                }
                 file.write(json.dumps({"record": "losers", **record}) + "\n")
                 file.flush()
-                line = f"{method:>8} {how:>6} {keep:<5} {tokens:5.0f} tokens: {share(right)}"
+                line = f"{method:>8} {variant:>6} {keep:<5} {tokens:5.0f} tokens: {share(right)}"
                 console.print(line, highlight=False)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test whether the shipped model's tower can use patches of two sizes without training.
 
-The result is no (benchmarks/experiments/studies/README.md).
+The result is negative (benchmarks/experiments/studies/README.md).
 
     python benchmarks/experiments/studies/patch_sizes.py --json benchmarks/results/patch_sizes.jsonl
 
@@ -14,7 +14,7 @@ both:  the same, but the language model sees one token per coarse cell.
 after: an unpatched tower, whose embeddings are averaged by the same cells. The difference to `both` is the tower's loss
        by two sizes.
 
-The questions are those of benchmarks/results/bench.jsonl, which has the other methods.
+benchmarks/results/bench.jsonl has the same questions, with the other methods.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ BLOCKS = {"demo_vlm": (-1, -2), "demo_qwen": (-1, 2)}
 class WideAttention(TowerScores):
     """Attention of the class token to each patch with all heads as one, float32, shape (segments, 1, tokens)."""
 
-    def compute_per_patch(self, seen: ObservedAttention, protected: int) -> Tensor:
-        query, key = (tensor.float().transpose(1, 2).flatten(2) for tensor in (seen.query, seen.key))
+    def compute_per_patch(self, attention: ObservedAttention, protected: int) -> Tensor:
+        query, key = (tensor.float().transpose(1, 2).flatten(2) for tensor in (attention.query, attention.key))
         products = query[:, :1] @ key.transpose(1, 2) / query.shape[2] ** 0.5
         return products.softmax(-1)[:, :, protected:]
 

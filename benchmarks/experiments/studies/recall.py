@@ -69,8 +69,8 @@ class Event(tokenprune.sessions.Policy):
     shared: ClassVar[bool] = True
 
     def select(self, view: tokenprune.sessions.PolicyView, keep: int) -> torch.Tensor:
-        mine = is_of(view.frame[0], view.cell[0], self.places)
-        order = torch.arange(view.count) + view.count * (mine if self.keep_them else ~mine)
+        is_event = is_of(view.frame[0], view.cell[0], self.places)
+        order = torch.arange(view.count) + view.count * (is_event if self.keep_them else ~is_event)
         return order.argsort(descending=True)[:keep].sort().values
 
 
@@ -82,9 +82,9 @@ def is_of(frame: torch.Tensor, cell: torch.Tensor, positions: Sequence[tuple[int
     return torch.isin(frame * 100_000 + cell, codes) & (cell >= 0)
 
 
-def share(held: Sequence[Any], positions: Sequence[tuple[int, int]]) -> float:
+def share(layers: Sequence[Any], positions: Sequence[tuple[int, int]]) -> float:
     """Return the share of the tokens at the given positions in a session, averaged over layers and heads."""
-    of_layers = [is_of(layer.frame, layer.cell, positions).float().sum(1).mean() for layer in held]
+    of_layers = [is_of(layer.frame, layer.cell, positions).float().sum(1).mean() for layer in layers]
     return float(torch.stack(of_layers).mean()) / len(positions)
 
 
@@ -95,11 +95,11 @@ def places_of(stream: DrawnStream, first: int) -> list[list[tuple[int, int]]]:
         stream: The stream.
         first: The decoder's index of the event's first frame. The decoder joins two frames to one.
     """
-    side, joined = SIZE // CELL, FRAMES // 2
+    side, num_steps = SIZE // CELL, FRAMES // 2
     positions = []
     for question in stream.questions:
         looks = find_evidence_tokens(
-            question.looks, [stream.size] * FRAMES, [(side, side)] * joined, joined * side * side
+            question.looks, [stream.size] * FRAMES, [(side, side)] * num_steps, num_steps * side * side
         )
         tokens = np.flatnonzero(np.any(looks, axis=0))
         positions.append([(first + int(token) // side**2, int(token) % side**2) for token in tokens])
@@ -159,7 +159,7 @@ def sessions(
     return by_name | {(ALL, 0): begun(10**6, "window")}
 
 
-def measured(subject: Any, index: int, ages: Sequence[int], memories: Sequence[int]) -> list[dict[str, Any]]:
+def measure_stream(subject: Any, index: int, ages: Sequence[int], memories: Sequence[int]) -> list[dict[str, Any]]:
     """Return a row for each policy and memory size of a stream."""
     stream = draw_stream(index, BEFORE, (SIZE, SIZE))
     positions, gold = places_of(stream, BEFORE * FRAMES // 2), [question.answer for question in stream.questions]
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows.measure("count", lambda: counted(subject))
     ages = [age for age in AGES if age <= args.most]
     for index in range(args.first, args.first + args.streams):
-        rows.measure([index, args.most], lambda index=index: measured(subject, index, ages, memories))
+        rows.measure([index, args.most], lambda index=index: measure_stream(subject, index, ages, memories))
 
 
 if __name__ == "__main__":

@@ -42,15 +42,23 @@ def cells(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int, int], dict[str
     stream_rows, cells_by_key = [row for row in longest.values() if row["policy"] != GUESS], {}
     for name in dict.fromkeys((row["policy"], row["memory"]) for row in stream_rows):
         for age in sorted({age for row in stream_rows for age in row["ages"]}):
-            mine = [row for row in stream_rows if (row["policy"], row["memory"]) == name and row["most"] >= age]
-            asked = [(row, row["ages"].index(age)) for row in mine if age in row["ages"]]
-            if not mine or (name[0] in (ALL, *ORACLES) and not asked):
+            rows_of_name = [row for row in stream_rows if (row["policy"], row["memory"]) == name and row["most"] >= age]
+            answered = [(row, row["ages"].index(age)) for row in rows_of_name if age in row["ages"]]
+            if not rows_of_name or (name[0] in (ALL, *ORACLES) and not answered):
                 continue
-            held = [float(np.mean(row["share"][index])) for row, index in asked] + [0.0] * (len(mine) - len(asked))
-            cell: dict[str, Any] = {"streams": len(mine), "asked": len(asked), "share": interval(held)}
+            shares = [float(np.mean(row["share"][index])) for row, index in answered] + [0.0] * (
+                len(rows_of_name) - len(answered)
+            )
+            cell: dict[str, Any] = {
+                "streams": len(rows_of_name),
+                "asked": len(answered),
+                "share": compute_interval(shares),
+            }
             for way in ("right", "closed"):
-                few = 2 * len(asked) < len(mine)
-                cell[way] = None if few else interval([float(np.mean(row[way][index])) for row, index in asked])
+                too_few = 2 * len(answered) < len(rows_of_name)
+                cell[way] = (
+                    None if too_few else compute_interval([float(np.mean(row[way][index])) for row, index in answered])
+                )
             cells_by_key[*name, age] = cell
     return cells_by_key
 
@@ -58,10 +66,10 @@ def cells(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int, int], dict[str
 def guessed(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
     """Return the share of right answers before the event, with its interval."""
     of_streams = {row["stream"]: float(np.mean(row["right"][0])) for row in rows if row.get("policy") == GUESS}
-    return interval([*of_streams.values()])
+    return compute_interval([*of_streams.values()])
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
+def compute_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Return a mean and its bootstrapped 95 % interval."""
     rng, array = np.random.default_rng(0), np.asarray(values, float)
     low, high = np.percentile(array[rng.integers(0, len(array), (DRAWS, len(array)))].mean(1), (2.5, 97.5))
@@ -75,11 +83,11 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
     for way, title in WAYS.items():
         table = Table("", "memory", *(str(age) for age in ages), title=title)
         for name in dict.fromkeys(key[:2] for key in cells_by_key):
-            shown = [cells_by_key.get((*name, age), {}).get(way) for age in ages]
+            row_intervals = [cells_by_key.get((*name, age), {}).get(way) for age in ages]
             table.add_row(
                 name[0],
                 str(name[1]),
-                *("" if interval_of_cell is None else _percent(interval_of_cell) for interval_of_cell in shown),
+                *("" if interval_of_cell is None else _percent(interval_of_cell) for interval_of_cell in row_intervals),
             )
         all_tables.append(table)
     guesses = guessed(rows)
@@ -97,7 +105,7 @@ def _percent(mean_and_interval: tuple[float, float, float]) -> str:
 
 
 @use_default_style()
-def drawn(rows: Sequence[dict[str, Any]]) -> bytes:
+def draw_figure(rows: Sequence[dict[str, Any]]) -> bytes:
     """Draw a figure with a column per memory size: shares above, right answers with gaps closed below."""
     from matplotlib.figure import Figure
 
@@ -133,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--figure", type=Path, default=FIGURE)
     args = parser.parse_args(argv)
     records = read(args.rows)[1]
-    args.figure.write_bytes(drawn(records))
+    args.figure.write_bytes(draw_figure(records))
     for table in tables(records):
         get_console().print(table)
 

@@ -202,12 +202,12 @@ def table(path: Path) -> str:
     head, *records = (json.loads(line) for line in path.read_text().splitlines())
     tunings = [record for record in records if record["record"] == "tuning"]
     chosen = [tuning for tuning in tunings if tuning["setting"]]
-    held = tunings[0]["held_out"]["questions"]
+    held_out = tunings[0]["held_out"]["questions"]
     lost = sorted(100 * tuning["fresh"]["drop"] for tuning in chosen)
     return (
         f"Promise: less than {100 * head['max_drop']:g} points lost, confidence {100 * head['confidence']:g} %. Tuned "
-        f"on {8 * head['pictures']} questions of each seed ({held} held out), measured again on {8 * head['fresh']} "
-        f"new questions (unpatched accuracy {100 * head['unpatched']:.1f} %). Kept in "
+        f"on {8 * head['pictures']} questions of each seed ({held_out} held out), measured again "
+        f"on {8 * head['fresh']} new questions (unpatched accuracy {100 * head['unpatched']:.1f} %). Kept in "
         f"{sum(tuning['kept'] for tuning in chosen)} of {len(chosen)} choices, of {len(tunings)} seeds. The choices "
         f"lost {lost[0]:.2f} to {lost[-1]:.2f} points ([raw data](../../benchmarks/results/cpu/tuner_promise.jsonl))."
     )

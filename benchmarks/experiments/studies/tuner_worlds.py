@@ -137,18 +137,18 @@ class Simulated:
 
 def play(name: str, runs: int) -> dict[str, Any]:
     """Tune in `runs` draws of a world. "broken" counts choices whose true drop is not below the limit."""
-    world, chosen, tests, asked = WORLDS[name], [], 0, 0
+    world, chosen, tests, num_asked = WORLDS[name], [], 0, 0
     for run in range(runs):
         panel = Simulated(world, np.random.default_rng([list(WORLDS).index(name), run]))
         result = Tuner(panel, list(panel.true), Promise(LIMIT, CONFIDENCE), seed=run, objective="flops").run()
-        tests, asked = tests + len(result.tested), asked + panel.asked
+        tests, num_asked = tests + len(result.tested), num_asked + panel.asked
         if result.choice is not None:
             chosen.append((panel.true[result.choice.candidate], panel.share[result.choice.candidate]))
     return {
         "world": name, "questions": world.questions, "runs": runs, "answered": len(chosen),
         "broken": sum(drop >= LIMIT for drop, _ in chosen),
         "saved": round(sum(1 - share for _, share in chosen) / runs, 4),  # zero without a choice
-        "tests": round(tests / runs, 2), "asked": round(asked / runs),
+        "tests": round(tests / runs, 2), "asked": round(num_asked / runs),
     }  # fmt: skip
 
 

@@ -57,9 +57,9 @@ def word_loss(model, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.
         "height": ([ID["upper"], ID["lower"]], low.long(), cell >= 0),
     }
     total, accuracy = 0.0, {}
-    for name, (tokens, target, where) in groups.items():
-        if where.any():
-            part, aim = logits[where][:, tokens], target[where]
+    for name, (tokens, target, is_labeled) in groups.items():
+        if is_labeled.any():
+            part, aim = logits[is_labeled][:, tokens], target[is_labeled]
             total = total + F.cross_entropy(part, aim) * (0.5 if name in ("side", "height", "nothing") else 1.0)
             accuracy[name] = (part.argmax(-1) == aim).float().mean().item()
     return total, accuracy

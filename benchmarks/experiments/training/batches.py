@@ -124,12 +124,12 @@ def pack(questions: list[list[tuple]], n_image: int) -> dict[str, torch.Tensor]:
         segment, position, label, kind = [0] * len(ids), list(range(len(ids))), [-100] * len(ids), [-1] * len(ids)
         begin = len(ids)
         for s, (name, text, answer, patches) in enumerate(group, 1):
-            asked = [*words(text), ID["assistant"], ID[":"]]
-            ids += [*asked, ID[answer]]
-            label += [-100] * (len(asked) - 1) + [ID[answer], ID["<eos>"]]
-            segment += [s] * (len(asked) + 1)
-            position += range(begin, begin + len(asked) + 1)
-            kind += [-1] * (len(asked) - 1) + [KINDS.index(name), -1]
+            question_ids = [*words(text), ID["assistant"], ID[":"]]
+            ids += [*question_ids, ID[answer]]
+            label += [-100] * (len(question_ids) - 1) + [ID[answer], ID["<eos>"]]
+            segment += [s] * (len(question_ids) + 1)
+            position += range(begin, begin + len(question_ids) + 1)
+            kind += [-1] * (len(question_ids) - 1) + [KINDS.index(name), -1]
             if patches is not None and patches.any():
                 asks.append((len(rows), len(kind) - 2))
                 evidence.append(patches)

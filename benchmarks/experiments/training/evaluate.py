@@ -58,10 +58,10 @@ def main() -> None:
             output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
         answers = processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         for example, answer in zip(part, answers, strict=True):
-            good = example.is_right(answer)
-            tally[example.kind].append(good)
-            behind[example.background].append(good)
-            if not good:
+            is_right = example.is_right(answer)
+            tally[example.kind].append(is_right)
+            behind[example.background].append(is_right)
+            if not is_right:
                 wrong.append([example.index, example.question, example.answer, answer])
 
     report = {

@@ -47,16 +47,16 @@ def patch_labels(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
     labels[:2, shares.max(0) > 0.04] = IGNORE
     colors = list(COLORS)
     for item, share in zip(scene.items, shares, strict=True):
-        mine = share > 0.35
-        mine[share.argmax()] = True
-        labels[0, mine] = THINGS.index(item.what)
-        labels[1, mine] = 0
+        item_patches = share > 0.35
+        item_patches[share.argmax()] = True
+        labels[0, item_patches] = THINGS.index(item.what)
+        labels[1, item_patches] = 0
         if item.what == "digit":
-            labels[2, mine] = int(item.value)
+            labels[2, item_patches] = int(item.value)
         elif item.what == "sign":
-            labels[3, mine] = WORDS.index(item.value)
+            labels[3, item_patches] = WORDS.index(item.value)
         else:
-            labels[1, mine] = 1 + colors.index(item.value)
+            labels[1, item_patches] = 1 + colors.index(item.value)
             x, y = item.center
             labels[4, int(y) // PATCH * GRID + int(x) // PATCH] = 1
     present = {item.what for item in scene.items}
@@ -84,16 +84,16 @@ class PatchHead(nn.Module):
         parts = {}
         for i, name in enumerate(HEADS):
             target = labels[:, i].flatten()
-            each = F.cross_entropy(out[name].flatten(0, 1), target, ignore_index=IGNORE, reduction="none")
+            patch_losses = F.cross_entropy(out[name].flatten(0, 1), target, ignore_index=IGNORE, reduction="none")
             if name in ("digit", "word"):
-                parts[name] = each.sum() / (target >= 0).sum().clamp(min=1)
+                parts[name] = patch_losses.sum() / (target >= 0).sum().clamp(min=1)
             else:
                 front, back = target > 0, target == 0
                 weight = 0.7 if name != "centre" else 0.5
-                front_mean = each[front].sum() / front.sum().clamp(min=1)
-                parts[name] = weight * front_mean + (1 - weight) * each[back].mean()
-        where = torch.arange(GRID * GRID)
-        for name, target in (("row", where // GRID), ("column", where % GRID)):
+                front_mean = patch_losses[front].sum() / front.sum().clamp(min=1)
+                parts[name] = weight * front_mean + (1 - weight) * patch_losses[back].mean()
+        patch_index = torch.arange(GRID * GRID)
+        for name, target in (("row", patch_index // GRID), ("column", patch_index % GRID)):
             parts[name] = F.cross_entropy(out[name].flatten(0, 1), target.repeat(len(hidden)))
         parts["cls"] = F.binary_cross_entropy_with_logits(cls, present)
         on_sign = letters[..., 0] >= 0
@@ -106,18 +106,18 @@ class PatchHead(nn.Module):
         """Return the share of correctly predicted patches for each head and each sort of item."""
         out, cls = self(hidden)
         guess = {name: logits.argmax(-1) for name, logits in out.items()}
-        what, result = labels[:, 0], {}
+        thing, result = labels[:, 0], {}
 
         def share(name: str, key: str, index: int, where: torch.Tensor) -> None:
             if where.any():
                 result[name] = round((guess[key] == labels[:, index])[where].float().mean().item(), 3)
 
         n = len(LARGE)
-        share("background", "thing", 0, what == 0)
-        share("large shape", "thing", 0, (what > 0) & (what <= n))
-        share("tiny shape", "thing", 0, (what > n) & (what <= n + len(TINY)))
-        share("large colour", "colour", 1, (what > 0) & (what <= n))
-        share("tiny colour", "colour", 1, (what > n) & (what <= n + len(TINY)))
+        share("background", "thing", 0, thing == 0)
+        share("large shape", "thing", 0, (thing > 0) & (thing <= n))
+        share("tiny shape", "thing", 0, (thing > n) & (thing <= n + len(TINY)))
+        share("large colour", "colour", 1, (thing > 0) & (thing <= n))
+        share("tiny colour", "colour", 1, (thing > n) & (thing <= n + len(TINY)))
         share("digit", "digit", 2, labels[:, 2] >= 0)
         share("word", "word", 3, labels[:, 3] >= 0)
         share("centre", "centre", 4, labels[:, 4] == 1)

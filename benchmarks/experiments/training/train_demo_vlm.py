@@ -117,9 +117,9 @@ def evaluate(model, stage: int, head: PatchHead, pictures: int = 96) -> dict[str
         packed = pack(batch[1], GRID**2 // (4 if stage == 3 else 1))
         logits, _ = answer_logits(model, hidden, packed, stage == 3)
         chosen = packed["label"] != -100
-        good, kind = logits.argmax(-1) == packed["label"][chosen], packed["kind"][chosen]
+        is_right, kind = logits.argmax(-1) == packed["label"][chosen], packed["kind"][chosen]
         for i, name in enumerate(KINDS):
-            right[name] += int(good[kind == i].sum())
+            right[name] += int(is_right[kind == i].sum())
             total[name] += int((kind == i).sum())
     model.train()
     if stage < 3:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets vLLM's Model Runner V2 run without a GPU: Triton's kernels are interpreted, and vLLM is told that Triton has a
-backend for CPUs. Python imports this file at its start, in each process that has this folder in PYTHONPATH
-(`conftest.py`)."""
+"""Run vLLM's Model Runner V2 without a GPU: Triton interprets its kernels and has a backend for CPUs.
+
+Python imports this file at startup, in each process with this folder in PYTHONPATH (`runner.py`).
+"""
 
 import os
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 
 class Driver:
-    """What vLLM and Triton ask a backend before they use it."""
+    """Stand-in for the driver that vLLM and Triton query."""
 
     @staticmethod
     def is_active() -> bool:
@@ -26,7 +27,7 @@ backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
 
 
 def _store(builder: InterpreterBuilder, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-    """Store under a mask of bools: the interpreter makes none of numbers of one element, as structured output does."""
+    """Store with a mask of bools. For one element the interpreter leaves integers, for example in structured output."""
     mask.data = mask.data.astype(bool)
     return _masked_store(builder, pointers, value, mask, *rest)
 

@@ -44,18 +44,18 @@ def cell_labels(scene: NativeScene) -> tuple[np.ndarray, np.ndarray]:
         best = share.argmax(1)
     for i, item in enumerate(scene.items):
         largest = share[:, i].max()
-        mine = ((share[:, i] > 0.35) | (share[:, i] >= 0.5 * largest)) & (best == i)
-        labels[0, mine] = _SORT[item.value if item.what == "thing" else item.what]
+        item_cells = ((share[:, i] > 0.35) | (share[:, i] >= 0.5 * largest)) & (best == i)
+        labels[0, item_cells] = _SORT[item.value if item.what == "thing" else item.what]
         x, y = item.center
         centre = min(int(y) // CELL, h - 1) * w + min(int(x) // CELL, w - 1)
         labels[5, centre] = 1
         if item.what == "digit":
-            labels[2, mine] = int(item.value)
+            labels[2, item_cells] = int(item.value)
         elif item.what == "sign":
-            labels[3, mine] = WORDS.index(item.value)
+            labels[3, item_cells] = WORDS.index(item.value)
             _spell(letters, item, h, w)
         elif item.what != "thing":
-            labels[1, mine] = _COLOR[item.value]
+            labels[1, item_cells] = _COLOR[item.value]
             labels[4, centre] = _MANY[item.what]
     return labels, letters
 
@@ -83,8 +83,8 @@ class CellHead(nn.Module):
     def logits(self, tokens: torch.Tensor, table: torch.Tensor) -> dict[str, torch.Tensor]:
         tokens = tokens.flatten(0, 1)
         tokens = F.rms_norm(tokens, tokens.shape[-1:])
-        said, extra = tokens @ table.T, self.linear(tokens)
-        out = {name: said[:, rows] for name, rows in GROUPS.items()}
+        word_logits, extra = tokens @ table.T, self.linear(tokens)
+        out = {name: word_logits[:, rows] for name, rows in GROUPS.items()}
         return out | {"centre": extra[:, :2], "letters": extra[:, 2:]}
 
     def loss(self, out, labels: torch.Tensor, letters: torch.Tensor) -> torch.Tensor:
@@ -92,12 +92,12 @@ class CellHead(nn.Module):
         total = 0.0
         for i, name in enumerate(LABELS):
             target = labels[:, i].flatten().long()
-            each = F.cross_entropy(out[name], target, ignore_index=IGNORE, reduction="none")
+            cell_losses = F.cross_entropy(out[name], target, ignore_index=IGNORE, reduction="none")
             front = target > 0 if name in ("sort", "centre") else target >= 0
-            part = each[front].sum() / front.sum().clamp(min=1)
+            part = cell_losses[front].sum() / front.sum().clamp(min=1)
             if name in ("sort", "centre"):
                 share = 0.75 if name == "sort" else 0.5
-                part = share * part + (1 - share) * each[target == 0].mean()
+                part = share * part + (1 - share) * cell_losses[target == 0].mean()
             total = total + part * (1.5 if name == "sort" else 1.0)
         letters = letters.flatten(0, 1)
         on = letters[:, 0] >= 0
@@ -112,7 +112,7 @@ class CellHead(nn.Module):
         target = {name: labels[:, i].flatten().long() for i, name in enumerate(LABELS)}
         sort, large, tiny = target["sort"], 1 + len(LARGE), 1 + len(LARGE) + len(TINY)
         is_large, is_tiny = (sort > 0) & (sort < large), (sort >= large) & (sort < tiny)
-        where = {
+        selections = {
             "background": ("sort", sort == 0),
             "large": ("sort", is_large),
             "tiny": ("sort", is_tiny),
@@ -125,5 +125,6 @@ class CellHead(nn.Module):
             "centre": ("centre", target["centre"] == 1),
         }
         return {
-            name: [int((guess[key] == target[key])[here].sum()), int(here.sum())] for name, (key, here) in where.items()
+            name: [int((guess[key] == target[key])[here].sum()), int(here.sum())]
+            for name, (key, here) in selections.items()
         }

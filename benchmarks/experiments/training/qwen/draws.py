@@ -35,34 +35,36 @@ def scale_for(rng: np.random.Generator, height: int, width: int) -> float:
     return float(np.clip(side / rng.uniform(0.55, 1.0), 0.6, 1.6))
 
 
-def rows_of(tokens: int, each: int, max_rows: int = 20) -> int:
-    return int(np.clip(round(tokens / each), 2, max_rows))
+def rows_of(tokens: int, tokens_per_row: int, max_rows: int = 20) -> int:
+    return int(np.clip(round(tokens / tokens_per_row), 2, max_rows))
 
 
 def draw_questions(
-    seed, tokens=1200, low=7, high=10, large=0.05, most=14, level=1.0, mix=MIX, square=0.0, split="train"
+    seed, tokens=1200, low=7, high=10, large=0.05, max_side=14, level=1.0, mix=MIX, square=0.0, split="train"
 ):
     """Draw a batch of images. `square` is the share of batches with 128 x 128 pixels."""
     rng, photos = np.random.default_rng(seed), photographs(split)
-    h, w = (8, 8) if rng.random() < square else grid(rng, low, high, large, most)
+    h, w = (8, 8) if rng.random() < square else grid(rng, low, high, large, max_side)
     scenes = [
         draw_native(rng, w * CELL, h * CELL, scale_for(rng, h * CELL, w * CELL), photos, rng.uniform(level, 1.0))
         for _ in range(rows_of(tokens, h * w))
     ]
-    shown = (Shown((1, h, w)),)
-    return np.stack([s.pixels for s in scenes])[:, None], shown, [choose(rng, s, mix) for s in scenes]
+    visuals = (Shown((1, h, w)),)
+    return np.stack([s.pixels for s in scenes])[:, None], visuals, [choose(rng, s, mix) for s in scenes]
 
 
-def draw_moving(seed, tokens=1600, low=7, high=10, large=0.15, most=14, split="train"):
+def draw_moving(seed, tokens=1600, low=7, high=10, large=0.15, max_side=14, split="train"):
     """Draw a batch of videos with all of their questions."""
     rng, photos = np.random.default_rng(seed), photographs(split)
-    h, w = grid(rng, low, high, large, most)
+    h, w = grid(rng, low, high, large, max_side)
     videos = [draw_video(rng, (w * CELL, h * CELL), photos=photos) for _ in range(rows_of(tokens, 4 * h * w))]
     frames = np.stack([np.stack([np.asarray(frame) for frame in video.frames]) for video in videos])
-    shown = (Shown((frames.shape[1] // FRAMES, h, w), video=True, interval=int(rng.choice(INTERVALS, p=OFTEN))),)
-    asked = [[Asked(q.kind, q.text, q.answer, WEIGHT.get(q.kind, 1.0)) for q in video.questions] for video in videos]
-    said = np.stack([said_by(video, h, w) for video in videos])
-    return frames.reshape(len(videos), -1, FRAMES, *frames.shape[2:]), shown, asked, said
+    visuals = (Shown((frames.shape[1] // FRAMES, h, w), video=True, interval=int(rng.choice(INTERVALS, p=OFTEN))),)
+    questions = [
+        [Asked(q.kind, q.text, q.answer, WEIGHT.get(q.kind, 1.0)) for q in video.questions] for video in videos
+    ]
+    moment_labels = np.stack([said_by(video, h, w) for video in videos])
+    return frames.reshape(len(videos), -1, FRAMES, *frames.shape[2:]), visuals, questions, moment_labels
 
 
 def draw_several(seed, tokens=1600, split="train"):
@@ -72,17 +74,17 @@ def draw_several(seed, tokens=1600, split="train"):
     h, w = ((7, 7), (7, 8), (8, 7))[rng.integers(3)]
     sets: list = []
     while len(sets) < rows_of(tokens, views * h * w, 12):
-        drawn = draw_views(rng, views, (w * CELL, h * CELL), named, photos)
-        if not sets or drawn.cameras == sets[0].cameras or views < 6:
-            sets.append(drawn)
+        scene_set = draw_views(rng, views, (w * CELL, h * CELL), named, photos)
+        if not sets or scene_set.cameras == sets[0].cameras or views < 6:
+            sets.append(scene_set)
     pixels = np.stack([np.stack([np.asarray(image) for image in view_set.images]) for view_set in sets])
     rows = [[Asked(q.kind, q.text, q.answer) for q in view_set.questions] for view_set in sets]
     labels = [view_set.labels or ("",) * views for view_set in sets]
     if len(set(labels)) > 1:  # rows of a batch share their prefix: keep the rows with the first row's cameras
         same = [i for i, label in enumerate(labels) if label == labels[0]]
         pixels, rows = pixels[same], [rows[i] for i in same]
-    shown = tuple(Shown((1, h, w), label=label) for label in labels[0])
-    return pixels[:, :, None], shown, rows
+    visuals = tuple(Shown((1, h, w), label=label) for label in labels[0])
+    return pixels[:, :, None], visuals, rows
 
 
 def draw_any(seed, videos=0.0, several=0.0, moments=0.0, split="train", **images):

@@ -2,7 +2,7 @@
 """Measure the accuracy of the exported checkpoint on the held-out set, by kind of question and size of image.
 
 All questions about an image share one sequence with a block mask, on the processor's pixels. A test shows that the
-results equal those of separate prompts. An answer is right if its word is right and followed by the end token.
+results equal the results of separate prompts. An answer is right if its word is right and followed by the end token.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def answers(model, processor, image, examples) -> tuple[list[str], int]:
     _, h, w = (int(v) for v in processed["image_grid_thw"][0])
     h, w = h // MERGE, w // MERGE
     tokens = fast.tower(model.model.visual, processed["pixel_values"][None], h, w)
-    asked = [Asked(e.kind, e.question, e.answer) for e in examples]
+    questions = [Asked(e.kind, e.question, e.answer) for e in examples]
     head = Head.from_shown((Shown((1, h, w)),))
-    packed = pack(head, [asked], MAIN)
+    packed = pack(head, [questions], MAIN)
     language = model.model.language_model
     embeds = language.embed_tokens(packed["ids"])
     positions = torch.tensor([i for i, token in enumerate(head.ids) if token == ID["<|image_pad|>"]])
     hidden = fast.decode(language, embeds.index_copy(1, positions, tokens), packed["position"], packed["mask"])
-    said = model.lm_head(hidden[0]).argmax(-1)
+    predicted = model.lm_head(hidden[0]).argmax(-1)
     answer_positions = (packed["kind"][0] >= 0).nonzero().flatten()
-    ends = [said[i + 1] == ID["<eos>"] for i in answer_positions]
-    return [VOCAB[said[i]] + ("" if end else " ...") for i, end in zip(answer_positions, ends, strict=True)], h * w
+    ends = [predicted[i + 1] == ID["<eos>"] for i in answer_positions]
+    return [VOCAB[predicted[i]] + ("" if end else " ...") for i, end in zip(answer_positions, ends, strict=True)], h * w
 
 
 def main() -> None:
@@ -77,15 +77,15 @@ def main() -> None:
     tally = {name: defaultdict(list) for name in ("kinds", "sizes", "backgrounds")}
     by_size, wrong, begin = defaultdict(lambda: defaultdict(list)), [], time.time()
     for index, examples in by_image.items():
-        said, tokens = answers(model, processor, examples[0].image, examples)
+        predictions, tokens = answers(model, processor, examples[0].image, examples)
         size = next(f"{low} to {high - 1} tokens" for low, high in SIZES if low <= tokens < high)
-        for example, answer in zip(examples, said, strict=True):
-            good = example.is_right(answer)
-            tally["kinds"][example.kind].append(good)
-            tally["sizes"][size].append(good)
-            tally["backgrounds"][example.background].append(good)
-            by_size[size][example.kind].append(good)
-            if not good:
+        for example, answer in zip(examples, predictions, strict=True):
+            is_right = example.is_right(answer)
+            tally["kinds"][example.kind].append(is_right)
+            tally["sizes"][size].append(is_right)
+            tally["backgrounds"][example.background].append(is_right)
+            by_size[size][example.kind].append(is_right)
+            if not is_right:
                 wrong.append([index, example.question, example.answer, answer])
     report = {
         "checkpoint": args.checkpoint.name,

@@ -40,23 +40,23 @@ def draw_moments(seed, interval: int, tokens=1600, low=7, high=10, always=ALWAYS
         kinds = [kinds[i] for i in rng.permutation(len(kinds))]
         videos.append(draw_video(rng, (w * CELL, h * CELL), photos=photos, kinds=kinds))
     frames = np.stack([np.stack([np.asarray(frame) for frame in video.frames]) for video in videos])
-    shown = (Shown((frames.shape[1] // FRAMES, h, w), video=True, interval=interval),)
-    asked = [[Asked(q.kind, q.text, q.answer) for q in video.questions] for video in videos]
-    said = np.stack([said_by(video, h, w) for video in videos])
-    return frames.reshape(len(videos), -1, FRAMES, *frames.shape[2:]), shown, asked, said
+    visuals = (Shown((frames.shape[1] // FRAMES, h, w), video=True, interval=interval),)
+    questions = [[Asked(q.kind, q.text, q.answer) for q in video.questions] for video in videos]
+    labels = np.stack([said_by(video, h, w) for video in videos])
+    return frames.reshape(len(videos), -1, FRAMES, *frames.shape[2:]), visuals, questions, labels
 
 
 def said_by(video: DrawnVideo, h: int, w: int) -> np.ndarray:
     """Return the answer index of each visual token for each kind of `SAID`, or `IGNORE`: shape (4, t * h * w)."""
     pairs = len(video.frames) // FRAMES
-    said = np.full((len(SAID), pairs, h, w), IGNORE, np.int64)
+    labels = np.full((len(SAID), pairs, h, w), IGNORE, np.int64)
     left, top = np.arange(w) * CELL, np.arange(h) * CELL
 
     def say(places: Iterable[Region], kind: str, answer: int) -> None:
         for frame, (x0, y0, x1, y1) in places:
             wide = np.clip(np.minimum(left + CELL, x1) - np.maximum(left, x0), 0, None)
             high = np.clip(np.minimum(top + CELL, y1) - np.maximum(top, y0), 0, None)
-            said[SAID.index(kind), frame // FRAMES][np.outer(high, wide) >= LEAST * CELL**2] = answer
+            labels[SAID.index(kind), frame // FRAMES][np.outer(high, wide) >= LEAST * CELL**2] = answer
 
     for question in video.questions:
         if question.kind == "order":
@@ -67,15 +67,15 @@ def said_by(video: DrawnVideo, h: int, w: int) -> np.ndarray:
                     say(look, "when", _TIMES[begin])
         elif question.kind in SAID:
             say(question.boxes, question.kind, ANSWERS[question.kind].index(question.answer))
-    return said.reshape(len(SAID), -1)
+    return labels.reshape(len(SAID), -1)
 
 
-def said_loss(language, state: torch.Tensor, said: np.ndarray) -> torch.Tensor:
+def said_loss(language, state: torch.Tensor, labels: np.ndarray) -> torch.Tensor:
     """Return the cross-entropy of visual token states, (B, n, d), with their labels, by the output layer."""
     words = fast.rms(state, language.norm)
     total = state.new_zeros(())
     for index, group in enumerate(GROUPS):
-        target = torch.from_numpy(said[:, index])
+        target = torch.from_numpy(labels[:, index])
         labeled = target >= 0
         if labeled.any():
             total = total + F.cross_entropy(words[labeled] @ language.embed_tokens.weight[group].T, target[labeled])

@@ -42,9 +42,9 @@ def _drawing(name: str, size: int, flip: bool, turn: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=4096)
-def _masks(what: str, r: int) -> tuple[np.ndarray, np.ndarray]:
+def _masks(sort: str, r: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the masks of a shape with and without outline, as bytes. `_sprite` blurs small shapes by 4 x 4 boxes."""
-    return tuple(np.asarray(mask) for mask in _sprite(what, r, 1.5 if r > 10 else 0.75))
+    return tuple(np.asarray(mask) for mask in _sprite(sort, r, 1.5 if r > 10 else 0.75))
 
 
 @lru_cache(maxsize=4096)
@@ -158,8 +158,8 @@ class Canvas:
             if self.rng.random() < 0.5:
                 frames = [frames[self.rng.integers(2)]]
             else:
-                far = max(1, round(6 * self.scale))
-                dx, dy = (int(v) for v in self.rng.integers(-far, far + 1, 2))
+                max_shift = max(1, round(6 * self.scale))
+                dx, dy = (int(v) for v in self.rng.integers(-max_shift, max_shift + 1, 2))
         for i, pixels in enumerate(frames):
             if i and (dx or dy) and x0 + dx >= 0 and x1 + dx <= self.width and y0 + dy >= 0 and y1 + dy <= self.height:
                 part = pixels[y0 + dy : y1 + dy, x0 + dx : x1 + dx]
@@ -177,17 +177,17 @@ class Canvas:
         self.owner[y0:y1, x0:x1][mask > 127] = len(self.items)
         return item
 
-    def shape(self, what: str, color: str, allowed=None) -> Item | None:
-        low, high = (15, 22) if what in LARGE else (6, 9)
+    def shape(self, sort: str, color: str, allowed=None) -> Item | None:
+        low, high = (15, 22) if sort in LARGE else (6, 9)
         r = max(3, round(self.scale * self.rng.uniform(low, high)))
-        outline, inside = _masks(what, r)
+        outline, inside = _masks(sort, r)
         box = self.find(outline.shape[1], outline.shape[0], allowed)
         if box is None:
             return None
         behind = self.frames[0][box[1] : box[3] : 3, box[0] : box[2] : 3].mean()
         fill = np.clip(np.array(COLORS[color]) + self.rng.integers(-12, 13, 3), 0, 255)
         self.paste(box, (((15, 15, 15) if behind > 105 else (245, 245, 245), outline), (fill, inside)))
-        return self.keep(Item(what, color, box), outline)
+        return self.keep(Item(sort, color, box), outline)
 
     def thing(self, name: str, allowed=None) -> Item | None:
         size = max(16, round(self.scale * self.rng.uniform(32, 50)))
@@ -200,10 +200,10 @@ class Canvas:
         self.paste(box, ((np.minimum(drawing[..., :3] * shade, 255), drawing[..., 3]),))
         return self.keep(Item("thing", name, box), drawing[..., 3])
 
-    def text(self, what: str, text: str) -> Item | None:
-        low, high = (18, 23) if what == "sign" else (17, 24)
+    def text(self, sort: str, text: str) -> Item | None:
+        low, high = (18, 23) if sort == "sign" else (17, 24)
         size = max(9, round(self.scale * self.rng.uniform(low, high)))
-        ink, behind, ends = _letters(text, size, what == "sign" or bool(self.rng.random() < 0.5))
+        ink, behind, ends = _letters(text, size, sort == "sign" or bool(self.rng.random() < 0.5))
         box = self.find(ink.shape[1], ink.shape[0])
         if box is None:
             return None
@@ -211,17 +211,17 @@ class Canvas:
         front, back = (dark, light) if self.rng.random() < 0.5 else (light, dark)
         self.paste(box, ((back, behind), (front, ink)))
         letters = tuple((a + box[0], b + box[0]) for a, b in ends)
-        return self.keep(Item(what, text, box, letters), np.full_like(ink, 255))
+        return self.keep(Item(sort, text, box, letters), np.full_like(ink, 255))
 
 
 def _start(rng, width, height, scale, photos, frames=1) -> tuple[Canvas, str]:
-    where = BACKGROUNDS[int(rng.choice(len(BACKGROUNDS), p=(0.2, 0.2, 0.3, 0.3)))]
-    return Canvas(rng, backdrop(rng, where, width, height, photos), scale, frames), where
+    background = BACKGROUNDS[int(rng.choice(len(BACKGROUNDS), p=(0.2, 0.2, 0.3, 0.3)))]
+    return Canvas(rng, backdrop(rng, background, width, height, photos), scale, frames), background
 
 
 def draw_crowd(rng: np.random.Generator, width: int, height: int, scale: float, photos=(), frames=1) -> NativeScene:
     """Draw as many items of all sorts as fit, for training the tower."""
-    canvas, where = _start(rng, width, height, scale, photos, frames)
+    canvas, background = _start(rng, width, height, scale, photos, frames)
     area = width * height / (224 * scale) ** 2
     colors = list(COLORS)
     for sort in rng.choice(5, min(60, 4 + int(rng.uniform(10, 26) * area)), p=(0.22, 0.32, 0.24, 0.1, 0.12)):
@@ -236,14 +236,14 @@ def draw_crowd(rng: np.random.Generator, width: int, height: int, scale: float, 
             canvas.text("digit", str(rng.integers(10)))
         else:
             canvas.text("sign", WORDS[rng.integers(len(WORDS))])
-    return NativeScene(np.stack(canvas.frames), where, scale, canvas.items, canvas.owner)
+    return NativeScene(np.stack(canvas.frames), background, scale, canvas.items, canvas.owner)
 
 
 def draw_native(
     rng: np.random.Generator, width: int, height: int, scale: float, photos=(), level: float = 1.0
 ) -> NativeScene:
     """Draw a scene for questions. `level` is 0 for few items and 1 for as many as in the first model's images."""
-    canvas, where = _start(rng, width, height, scale, photos)
+    canvas, background = _start(rng, width, height, scale, photos)
     colors = list(COLORS)
     twin, crowd, single, extra, _absent = (str(k) for k in rng.permutation(LARGE))
 
@@ -266,9 +266,9 @@ def draw_native(
     def add_tiny() -> None:
         kinds = [str(k) for k in rng.permutation(TINY)]
         counts = (1, 1, int(rng.integers(2, 6)), int(rng.integers(0, 5)))
-        for i, (what, n) in enumerate(zip(kinds, counts, strict=True)):
+        for i, (sort, n) in enumerate(zip(kinds, counts, strict=True)):
             for _ in range(n if i == 0 or rng.random() < level else 0):
-                canvas.shape(what, color())
+                canvas.shape(sort, color())
 
     def add_pair() -> None:
         canvas.shape(single, color(), clear)
@@ -280,16 +280,16 @@ def draw_native(
 
     def add_crowd() -> None:
         n = int(rng.choice((0, 1, 3, 4), p=(0.2, 0.2, 0.3, 0.3))) if rng.random() < 0.3 + 0.7 * level else 0
-        for what, times in ((crowd, n), (extra, int(rng.random() < 0.4))):
+        for sort, times in ((crowd, n), (extra, int(rng.random() < 0.4))):
             for _ in range(times):
-                canvas.shape(what, color())
+                canvas.shape(sort, color())
 
     parts = [add_pair, add_text, add_things, add_crowd, add_tiny]
     if width * height < (200 * scale) ** 2:  # not all parts fit: use a random order
         parts = [parts[i] for i in rng.permutation(5)]
     for part in parts:
         part()
-    scene = NativeScene(np.stack(canvas.frames), where, scale, canvas.items, canvas.owner)
+    scene = NativeScene(np.stack(canvas.frames), background, scale, canvas.items, canvas.owner)
     scene.questions = ask(scene)
     return scene
 
@@ -317,28 +317,28 @@ def ask(scene: NativeScene) -> list[SceneQuestion]:
     def clear(item: Item) -> bool:
         return clear_of_middle(*item.center, width, height)
 
-    for what in LARGE:
-        group = groups.get(what, [])
-        add("presence", f"is there a {what}?", "yes" if group else "no", group)
+    for sort in LARGE:
+        group = groups.get(sort, [])
+        add("presence", f"is there a {sort}?", "yes" if group else "no", group)
         if len(group) < 5:
-            add("count", f"how many {what}s?", str(len(group)), group)
+            add("count", f"how many {sort}s?", str(len(group)), group)
         if len(group) == 1:
-            add("colour", f"what color is the {what}?", group[0].value, group)
+            add("colour", f"what color is the {sort}?", group[0].value, group)
             if clear(group[0]):
-                add("position", f"where is the {what}?", quadrant(group[0], width, height), group)
+                add("position", f"where is the {sort}?", quadrant(group[0], width, height), group)
         if len(group) == 2 and group[0].value != group[1].value:
             for axis, sides in enumerate((("left", "right"), ("upper", "lower"))):
                 first, last = sorted(group, key=lambda i: i.center[axis])
                 if last.center[axis] - first.center[axis] > 0.2 * (width, height)[axis]:
                     for side, item in zip(sides, (first, last), strict=True):
-                        add("grounding", f"what color is the {side} {what}?", item.value, (item,))
-    for what in TINY:
-        if len(groups.get(what, [])) == 1:
-            add("small", f"what color is the tiny {what}?", groups[what][0].value, groups[what])
+                        add("grounding", f"what color is the {side} {sort}?", item.value, (item,))
+    for sort in TINY:
+        if len(groups.get(sort, [])) == 1:
+            add("small", f"what color is the tiny {sort}?", groups[sort][0].value, groups[sort])
     readings = (("digit", "digits", "which digit is written?"), ("sign", "word", "what does the sign say?"))
-    for what, kind, text in readings:
-        if len(groups.get(what, [])) == 1:
-            add(kind, text, groups[what][0].value, groups[what])
+    for sort, kind, text in readings:
+        if len(groups.get(sort, [])) == 1:
+            add(kind, text, groups[sort][0].value, groups[sort])
     things = groups.get("thing", [])
     if len(things) == 1:
         add("thing", "which thing is shown?", things[0].value, things)

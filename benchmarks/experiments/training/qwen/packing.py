@@ -42,7 +42,7 @@ class Head:
     after: int  # position of the next token
 
     @classmethod
-    def from_shown(cls, shown: Sequence[Shown]) -> Head:
+    def from_shown(cls, visuals: Sequence[Shown]) -> Head:
         """Lay out a prompt's beginning as the processor and `get_rope_index` do."""
         ids, parts, next_position = list(BEGIN), [], 0
 
@@ -52,7 +52,7 @@ class Head:
             next_position += n
 
         text(len(BEGIN))
-        for part in shown:
+        for part in visuals:
             label = words(part.label)
             ids += [*label, ID["<|vision_start|>"]]
             text(len(label) + 1)
@@ -85,10 +85,10 @@ def pack(head: Head, rows: Sequence[Sequence[Asked]], kinds: Sequence[str]) -> d
     """
     n = len(head.ids)
     table = []
-    for asked in rows:
+    for questions in rows:
         ids, segment, position = list(head.ids), [0] * n, []
         label, weight, kind = [-100] * n, [0.0] * n, [-1] * n
-        for index, question in enumerate(asked, 1):
+        for index, question in enumerate(questions, 1):
             before, answer = [*words(question.text), *ASK], words(question.answer)
             ids += [*before, *answer]
             length = len(before) + len(answer)

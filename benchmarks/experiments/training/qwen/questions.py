@@ -44,10 +44,10 @@ def helpers(rng: np.random.Generator, scene: NativeScene) -> list[Asked]:
     """Return the questions of `HELPERS` with one clear answer in a scene."""
     width, height = scene.size
     out = []
-    for what in (*LARGE, *TINY):
-        group = [i for i in scene.items if i.what == what]
-        name = f"tiny {MANY[what]}" if what in TINY else MANY[what]
-        if what in TINY and len(group) < 5:
+    for sort in (*LARGE, *TINY):
+        group = [i for i in scene.items if i.what == sort]
+        name = f"tiny {MANY[sort]}" if sort in TINY else MANY[sort]
+        if sort in TINY and len(group) < 5:
             out.append(Asked("many tiny", f"how many {name}?", str(len(group))))
         if 1 <= len(group) <= 4:
             for axis, way in enumerate(("from left to right", "from top to bottom")):
@@ -56,21 +56,21 @@ def helpers(rng: np.random.Generator, scene: NativeScene) -> list[Asked]:
                 if not len(steps) or steps.min() > 0.06 * (width, height)[axis]:
                     out.append(Asked("list", f"list all {name} {way}.", " ".join(i.value for i in line), 0.5))
         if len(group) == 1:
-            tiny = "tiny " if what in TINY else ""
+            tiny = "tiny " if sort in TINY else ""
             for axis, word in ((1, "row"), (0, "column")):
                 index = int(group[0].center[axis]) // CELL
-                out.append(Asked("row", f"which {word} is the {tiny}{what}?", " ".join(str(index)), 0.7))
+                out.append(Asked("row", f"which {word} is the {tiny}{sort}?", " ".join(str(index)), 0.7))
         if len(group) == 1 and clear_of_middle(*group[0].center, width, height):
-            tiny = "tiny " if what in TINY else ""
+            tiny = "tiny " if sort in TINY else ""
             x, y = group[0].center
-            out.append(Asked("side", f"is the {tiny}{what} left or right?", "left" if x < width / 2 else "right"))
-            out.append(Asked("side", f"is the {tiny}{what} upper or lower?", "upper" if y < height / 2 else "lower"))
+            out.append(Asked("side", f"is the {tiny}{sort} left or right?", "left" if x < width / 2 else "right"))
+            out.append(Asked("side", f"is the {tiny}{sort} upper or lower?", "upper" if y < height / 2 else "lower"))
         values = [i.value for i in group]
         for item in group:
             if values.count(item.value) == 1 and clear_of_middle(*item.center, width, height):
-                tiny = "tiny " if what in TINY else ""
+                tiny = "tiny " if sort in TINY else ""
                 answer = quadrant(item, width, height)
-                out.append(Asked("where", f"where is the {tiny}{item.value} {what}?", answer))
+                out.append(Asked("where", f"where is the {tiny}{item.value} {sort}?", answer))
     for side, word in ((height, "rows"), (width, "columns")):
         out.append(Asked("rows", f"how many {word}?", " ".join(str(side // CELL)), 0.5))
     things = {i.value: i for i in scene.items if i.what == "thing"}

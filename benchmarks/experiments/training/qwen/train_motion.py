@@ -38,15 +38,15 @@ def draw(seed, split: str = "train"):
 
 def look(model, before, batch) -> tuple[torch.Tensor, torch.Tensor | None, int, int]:
     """Return the distance to the original tower, the motion loss (None without video), and right and all cells."""
-    pixels, _, _, said = batch
+    pixels, _, _, moment_labels = batch
     new = see(model, pixels, True)
     visual, model.model.visual = model.model.visual, before
     old = see(model, pixels, False)
     model.model.visual = visual
     distance = (new - old).pow(2).mean() / old.var()
-    if said is None:
+    if moment_labels is None:
         return distance, None, 0, 0
-    target = torch.from_numpy(said[:, SAID.index("direction")])
+    target = torch.from_numpy(moment_labels[:, SAID.index("direction")])
     labeled = target >= 0
     table = model.model.language_model.embed_tokens.weight.detach()[MOVES]
     logits = F.rms_norm(new[labeled], new.shape[-1:]) @ table.T
@@ -92,13 +92,13 @@ def main() -> None:
         )
         mean |= {name: 0.97 * mean[name] + 0.03 * value for name, value in now.items()}
         if step % 50 == 0:
-            shown = {name: round(value, 4) for name, value in mean.items()}
-            log.write(stage="motion", step=step, accuracy={"cells in training": shown.pop("seen")}, **shown)
+            summary = {name: round(value, 4) for name, value in mean.items()}
+            log.write(stage="motion", step=step, accuracy={"cells in training": summary.pop("seen")}, **summary)
     batches.close()
     with torch.no_grad():
-        held = [look(model, before, draw((991, i), "heldout")) for i in range(10)]
-    mean_distance = sum(float(result[0]) for result in held) / len(held)
-    moves = sum(result[2] for result in held) / sum(result[3] for result in held)
+        heldout = [look(model, before, draw((991, i), "heldout")) for i in range(10)]
+    mean_distance = sum(float(result[0]) for result in heldout) / len(heldout)
+    moves = sum(result[2] for result in heldout) / sum(result[3] for result in heldout)
     log.write(event="end", stage="motion", step=step, near=round(mean_distance, 3), accuracy={"cells": round(moves, 3)})
     log.save("motion", step, None, model=model)
 

@@ -42,10 +42,10 @@ class PlaceHead(nn.Module):
         self.place, self.size = nn.Linear(192, 2 * self.MOST), nn.Linear(192, 2 * self.MOST)
         self.number = nn.Linear(192, self.MOST)
 
-    def loss(self, state: torch.Tensor, shown, visual: torch.Tensor) -> torch.Tensor:
+    def loss(self, state: torch.Tensor, visuals, visual: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy of all five. `state` is (B, L, d) after `LAYER`, `visual` are visual positions."""
         rows, columns, numbers, num_tokens, ends, total, times = [], [], [], 0, [], 0.0, 0
-        for part in shown:
+        for part in visuals:
             t, h, w = part.grid
             numbers.append(torch.arange(times, times + t).repeat_interleave(h * w))
             times += t
@@ -53,16 +53,16 @@ class PlaceHead(nn.Module):
             columns.append(torch.arange(w).repeat(t * h))
             num_tokens += t * h * w
             ends.append(int(visual[num_tokens - 1]) + 1)
-        size = torch.tensor([part.grid[1:] for part in shown]).repeat(len(state), 1)
+        size = torch.tensor([part.grid[1:] for part in visuals]).repeat(len(state), 1)
         for head, positions, target in (
             (self.place, visual, torch.stack([torch.cat(rows), torch.cat(columns)], 1).repeat(len(state), 1)),
             (self.size, torch.tensor(ends), size),
         ):
-            said = head(F.rms_norm(state[:, positions], (state.shape[-1],))).flatten(0, 1).view(-1, 2, self.MOST)
-            total = total + F.cross_entropy(said.flatten(0, 1), target.flatten())
+            logits = head(F.rms_norm(state[:, positions], (state.shape[-1],))).flatten(0, 1).view(-1, 2, self.MOST)
+            total = total + F.cross_entropy(logits.flatten(0, 1), target.flatten())
         if times > 1:
-            said = self.number(F.rms_norm(state[:, visual], (state.shape[-1],))).flatten(0, 1)
-            total = total + F.cross_entropy(said, torch.cat(numbers).repeat(len(state)))
+            logits = self.number(F.rms_norm(state[:, visual], (state.shape[-1],))).flatten(0, 1)
+            total = total + F.cross_entropy(logits, torch.cat(numbers).repeat(len(state)))
         return total
 
 
@@ -91,33 +91,33 @@ def answer(model, tokens: torch.Tensor, packed: dict[str, torch.Tensor], states:
     return hidden[packed["label"] != -100] @ language.embed_tokens.weight.T
 
 
-def prepared(shown, rows) -> dict[str, torch.Tensor]:
-    head = Head.from_shown(shown)
+def prepared(visuals, rows) -> dict[str, torch.Tensor]:
+    head = Head.from_shown(visuals)
     packed = pack(head, rows, KINDS)
     packed["visual"] = torch.tensor([i for i, token in enumerate(head.ids) if token in PADS])
     return packed
 
 
 def losses(model, batch, learn_tower: bool, place_head: PlaceHead | None = None):
-    pixels, shown, rows, *said = batch
-    packed = prepared(shown, rows)
+    pixels, visuals, rows, *moment_labels = batch
+    packed = prepared(visuals, rows)
     while packed["ids"].numel() > ROOM:
         rows = rows[: min(len(rows) - 1, ROOM // packed["ids"].shape[1])]
-        packed = prepared(shown, rows)
+        packed = prepared(visuals, rows)
     pixels = pixels[: len(rows)]
     states: list[torch.Tensor] = []
     logits = answer(model, see(model, pixels, learn_tower), packed, states)
-    where = packed["label"] != -100
-    each = F.cross_entropy(logits, packed["label"][where], reduction="none")
-    weight = packed["weight"][where]
-    loss = (each * weight).sum() / weight.sum()
+    is_label = packed["label"] != -100
+    token_losses = F.cross_entropy(logits, packed["label"][is_label], reduction="none")
+    weight = packed["weight"][is_label]
+    loss = (token_losses * weight).sum() / weight.sum()
     if place_head is None:
         return (loss, 0.0), logits, packed
     state = states[place_head.LAYER - 1]
-    extra = place_head.loss(state, shown, packed["visual"])
-    if said:
+    extra = place_head.loss(state, visuals, packed["visual"])
+    if moment_labels:
         extra = extra + SAID_WEIGHT * said_loss(
-            model.model.language_model, state[:, packed["visual"]], said[0][: len(rows)]
+            model.model.language_model, state[:, packed["visual"]], moment_labels[0][: len(rows)]
         )
     return (loss, extra), logits, packed
 
@@ -128,11 +128,11 @@ def evaluate(model, draws) -> dict[str, float]:
     right, total = np.zeros(len(KINDS)), np.zeros(len(KINDS))
     for batch in draws:
         _, logits, packed = losses(model, batch, False)
-        where = packed["label"] != -100
-        good = (logits.argmax(-1) == packed["label"][where]).numpy()
-        kind = packed["kind"][where].numpy()
+        is_label = packed["label"] != -100
+        is_right = (logits.argmax(-1) == packed["label"][is_label]).numpy()
+        kind = packed["kind"][is_label].numpy()
         for i in range(len(KINDS)):
-            right[i] += good[kind == i].sum()
+            right[i] += is_right[kind == i].sum()
             total[i] += (kind == i).sum()
     return {name: round(float(right[i] / total[i]), 3) for i, name in enumerate(KINDS) if total[i]}
 
@@ -197,21 +197,21 @@ def main() -> None:
     if args.compile:
         fast.compile_all()
     mix = MIX | {k: int(v) for k, v in (pair.split("=") for pair in args.mix.split(",") if pair)}
-    sizes = {"low": args.low, "high": args.high, "large": args.large, "most": args.most}
+    sizes = {"low": args.low, "high": args.high, "large": args.large, "max_side": args.most}
     start = log.steps.get("questions", 0)
     settings = {k: v for k, v in vars(args).items() if k not in ("run", "log", "stop")}
     log.write(event="start", stage="questions", **settings)
     key = (args.seed, 2, int(log.clock()))
     shares = {"square": args.square, "videos": args.videos, "several": args.several, "moments": args.moments}
     batches = Batches(draw_any, key, 0, tokens=args.tokens, mix=mix, level=args.level, **sizes, **shares)
-    held = [draw_questions((987, 2, i), 1200, **sizes, mix=MIX, split="heldout") for i in range(8)]
+    heldout_batches = [draw_questions((987, 2, i), 1200, **sizes, mix=MIX, split="heldout") for i in range(8)]
     if args.videos or args.moments:
-        held += [draw_moving((987, 3, i), split="heldout") for i in range(8)]
+        heldout_batches += [draw_moving((987, 3, i), split="heldout") for i in range(8)]
     if args.several:
-        held += [draw_several((987, 4, i), split="heldout") for i in range(8)]
+        heldout_batches += [draw_several((987, 4, i), split="heldout") for i in range(8)]
     parameters = [p for group in groups for p in group["params"]]
     begin = last = time.time()
-    step, mean, where, waited = start, None, None, 0.0
+    step, mean, place_loss, waited = start, None, None, 0.0
     source = iter(batches)
     while True:
         progress = (time.time() - begin) / args.seconds
@@ -225,7 +225,7 @@ def main() -> None:
         (loss, extra), _, _ = losses(model, batch, bool(args.tower_lr), place_head)
         optimizer.zero_grad(set_to_none=True)
         (loss + args.place * extra).backward()
-        where = extra.item() if where is None else 0.97 * where + 0.03 * extra.item()
+        place_loss = extra.item() if place_loss is None else 0.97 * place_loss + 0.03 * extra.item()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         step += 1
@@ -234,20 +234,20 @@ def main() -> None:
             print(
                 step,
                 round(mean, 3),
-                round(where, 3),
+                round(place_loss, 3),
                 round(time.time() - begin, 1),
                 "waited",
                 round(waited, 1),
                 flush=True,
             )
         if time.time() - last > args.eval_seconds:
-            accuracy = evaluate(model, held)
-            losses_now = {"loss": round(mean, 4), "place": round(where, 3), "waited": round(waited)}
+            accuracy = evaluate(model, heldout_batches)
+            losses_now = {"loss": round(mean, 4), "place": round(place_loss, 3), "waited": round(waited)}
             log.write(stage="questions", step=step, **losses_now, accuracy=accuracy)
             log.save("questions", step, optimizer, model=model, head=head, place=place_head)
             last = time.time()
     batches.close()
-    log.write(event="end", stage="questions", step=step, loss=round(mean, 4), accuracy=evaluate(model, held))
+    log.write(event="end", stage="questions", step=step, loss=round(mean, 4), accuracy=evaluate(model, heldout_batches))
     log.save("questions", step, optimizer, model=model, head=head, place=place_head)
 
 

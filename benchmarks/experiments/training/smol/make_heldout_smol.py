@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the held-out set of the third demo model, in which every answer of a kind is equally frequent.
+"""Draw the held-out set of the third demo model. All answers of a kind are equally frequent.
 
 Training uses other photographs and distant seeds.
 """
@@ -57,10 +57,10 @@ def choose(
     chosen: list[SceneQuestion] = []
     for index in rng.permutation(len(questions)):
         question = questions[index]
-        again = question.kind not in SEVERAL and question.kind in [earlier.kind for earlier in chosen]
+        is_repeated = question.kind not in SEVERAL and question.kind in [earlier.kind for earlier in chosen]
         if (
             len(chosen) < max_questions
-            and not again
+            and not is_repeated
             and counts[question.kind, question.answer] < WANTED[question.kind][question.answer]
         ):
             chosen.append(question)

@@ -90,13 +90,13 @@ class Packer:
             ids, segment, position = self.before + [0] * visual, [0] * begin, list(range(begin))
             label, question_index = [-100] * begin, [-1] * begin
             for k, (_, text, answer) in enumerate(row, 1):
-                asked, said = self.ids(text) + self.after, self.ids(answer)
-                length = len(asked) + len(said)
-                ids += [*asked, *said]
+                question_ids, answer_ids = self.ids(text) + self.after, self.ids(answer)
+                length = len(question_ids) + len(answer_ids)
+                ids += [*question_ids, *answer_ids]
                 segment += [k] * length
                 position += range(begin, begin + length)
-                label += [-100] * (len(asked) - 1) + [*said, END]
-                question_index += [-1] * (len(asked) - 1) + [k] * len(said) + [-1]
+                label += [-100] * (len(question_ids) - 1) + [*answer_ids, END]
+                question_index += [-1] * (len(question_ids) - 1) + [k] * len(answer_ids) + [-1]
             table.append((ids, segment, position, label, question_index))
         max_length, fill = max(len(row[0]) for row in table), (END, -1, 0, -100, -1)
         columns = [torch.tensor([row[i] + [fill[i]] * (max_length - len(row[i])) for row in table]) for i in range(5)]

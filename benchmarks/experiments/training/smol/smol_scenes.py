@@ -99,7 +99,7 @@ def draw_crowd(rng: np.random.Generator, photos: Sequence[Image.Image] = ()) -> 
     sort = rng.random()
     if sort < 0.2:
         return _document(rng, photos) if sort < 0.1 else _chart(rng, photos)
-    canvas, where = _start(rng, photos, BACKGROUNDS[int(rng.choice(4, p=(0.15, 0.15, 0.2, 0.5)))])
+    canvas, background = _start(rng, photos, BACKGROUNDS[int(rng.choice(4, p=(0.15, 0.15, 0.2, 0.5)))])
     for sort in rng.choice(5, int(rng.integers(8, 32)), p=(0.24, 0.1, 0.42, 0.1, 0.14)):
         canvas.scale = float(rng.uniform(0.85, 2.0))
         if sort == 0:
@@ -112,7 +112,7 @@ def draw_crowd(rng: np.random.Generator, photos: Sequence[Image.Image] = ()) -> 
             canvas.text("digit", str(rng.integers(10)))
         else:
             canvas.text("sign", _one(rng, WORDS))
-    return _scene(canvas, where)
+    return _scene(canvas, background)
 
 
 def _one(rng: np.random.Generator, options) -> str:
@@ -124,14 +124,14 @@ def _some(rng: np.random.Generator, options, count: int) -> list[str]:
     return [str(option) for option in rng.choice(tuple(options), count, replace=False)]
 
 
-def _start(rng: np.random.Generator, photos, where: str) -> tuple[Canvas, str]:
-    if where == "photo" and not photos:
-        where = "texture"
-    return Canvas(rng, backdrop(rng, where, SIZE, SIZE, photos), 1.5), where
+def _start(rng: np.random.Generator, photos, background: str) -> tuple[Canvas, str]:
+    if background == "photo" and not photos:
+        background = "texture"
+    return Canvas(rng, backdrop(rng, background, SIZE, SIZE, photos), 1.5), background
 
 
-def _scene(canvas: Canvas, where: str, questions: Sequence[SceneQuestion] = ()) -> NativeScene:
-    return NativeScene(np.stack(canvas.frames), where, 1.5, canvas.items, canvas.owner, list(questions))
+def _scene(canvas: Canvas, background: str, questions: Sequence[SceneQuestion] = ()) -> NativeScene:
+    return NativeScene(np.stack(canvas.frames), background, 1.5, canvas.items, canvas.owner, list(questions))
 
 
 def _ask(kind: str, text: str, answer: str, *items: Item) -> SceneQuestion:
@@ -149,11 +149,11 @@ def _a(name: str) -> str:
 def _read(items: Sequence[Item]) -> list[SceneQuestion]:
     """Return questions about a digit or sign that appears once."""
     out = []
-    for what, kind, text in (
+    for sort, kind, text in (
         ("digit", "digits", "which digit is written?"),
         ("sign", "word", "what does the sign say?"),
     ):
-        matches = [item for item in items if item.what == what]
+        matches = [item for item in items if item.what == sort]
         if len(matches) == 1:
             out.append(_ask(kind, text, matches[0].value, matches[0]))
     return out
@@ -189,13 +189,13 @@ def _look_up(groups: dict[str, list[Item]]) -> list[SceneQuestion]:
 
 def _shapes(rng: np.random.Generator, photos) -> NativeScene:
     """Draw three to eight large shapes on any background, a digit and a sign. One shape appears up to four times."""
-    canvas, where = _start(rng, photos, BACKGROUNDS[int(rng.choice(4, p=(0.2, 0.2, 0.3, 0.3)))])
-    fair = UNLIKE_PHOTOS if where == "photo" else LARGE
+    canvas, background = _start(rng, photos, BACKGROUNDS[int(rng.choice(4, p=(0.2, 0.2, 0.3, 0.3)))])
+    fair = UNLIKE_PHOTOS if background == "photo" else LARGE
     crowd, count = _one(rng, fair), int(rng.integers(5))
-    singles = _some(rng, [what for what in LARGE if what != crowd], 3 if count == 0 else int(rng.integers(2, 4)))
-    for what in [*singles, *[crowd] * count]:
+    singles = _some(rng, [sort for sort in LARGE if sort != crowd], 3 if count == 0 else int(rng.integers(2, 4)))
+    for sort in [*singles, *[crowd] * count]:
         canvas.scale = float(rng.uniform(1.2, 1.55))
-        canvas.shape(what, _one(rng, COLORS), _clear if what != crowd or count == 1 else None)
+        canvas.shape(sort, _one(rng, COLORS), _clear if sort != crowd or count == 1 else None)
     canvas.scale = float(rng.uniform(1.3, 1.8))
     canvas.text("digit", str(rng.integers(10)))
     canvas.text("sign", _one(rng, WORDS))
@@ -203,30 +203,30 @@ def _shapes(rng: np.random.Generator, photos) -> NativeScene:
     crowd_items = groups.get(crowd, [])
     questions = [*_look_up(groups), *_read(canvas.items)]
     questions.append(_ask("count", f"how many {crowd}s?", str(len(crowd_items)), *crowd_items))
-    known = {what: group for what, group in groups.items() if what in fair}
-    questions += _presence(rng, known, [what for what in fair if what not in groups])
-    return _scene(canvas, where, questions)
+    known = {sort: group for sort, group in groups.items() if sort in fair}
+    questions += _presence(rng, known, [sort for sort in fair if sort not in groups])
+    return _scene(canvas, background, questions)
 
 
 def _crowds(rng: np.random.Generator, photos) -> NativeScene:
     """Draw one to three shapes, each up to four times, on a drawn background, with count questions for all shapes."""
-    canvas, where = _start(rng, (), BACKGROUNDS[int(rng.choice(3))])
+    canvas, background = _start(rng, (), BACKGROUNDS[int(rng.choice(3))])
     kinds = _some(rng, LARGE, int(rng.integers(1, 4)))
-    for what in rng.permutation([what for what in kinds for _ in range(int(rng.integers(1, 5)))]):
+    for sort in rng.permutation([sort for sort in kinds for _ in range(int(rng.integers(1, 5)))]):
         canvas.scale = float(rng.uniform(1.2, 1.55))
-        canvas.shape(str(what), _one(rng, COLORS))
+        canvas.shape(str(sort), _one(rng, COLORS))
     groups = _groups(canvas.items)
-    by_shape = {what: groups.get(what, []) for what in LARGE}
+    by_shape = {sort: groups.get(sort, []) for sort in LARGE}
     questions = [
-        _ask("count", f"how many {what}s?", str(len(shape_items)), *shape_items)
-        for what, shape_items in by_shape.items()
+        _ask("count", f"how many {sort}s?", str(len(shape_items)), *shape_items)
+        for sort, shape_items in by_shape.items()
     ]
-    return _scene(canvas, where, [*_look_up(groups), *questions])
+    return _scene(canvas, background, [*_look_up(groups), *questions])
 
 
 def _photo(rng: np.random.Generator, photos) -> NativeScene:
     """Draw two to four things and shapes of varied sizes on a photograph."""
-    canvas, where = _start(rng, photos, "photo")
+    canvas, background = _start(rng, photos, "photo")
     things = int(rng.integers(1, 4))
     names = [*_some(rng, NAMES, things), *_some(rng, LARGE, int(rng.integers(things == 1, 3 - (things == 3))))]
     for name in names:
@@ -237,21 +237,21 @@ def _photo(rng: np.random.Generator, photos) -> NativeScene:
             canvas.scale = float(rng.uniform(1.05, 1.9))
             canvas.thing(name, _clear)
     groups = _groups(canvas.items)
-    shown = {name: group for name, group in groups.items() if group[0].what == "thing"}
-    absent = _some(rng, [name for name in NAMES if name not in shown], 2)
-    questions = [*_look_up(groups), *_presence(rng, shown, absent)]
-    corners = {name: quadrant(group[0], SIZE, SIZE) for name, group in shown.items()}
+    present = {name: group for name, group in groups.items() if group[0].what == "thing"}
+    absent = _some(rng, [name for name in NAMES if name not in present], 2)
+    questions = [*_look_up(groups), *_presence(rng, present, absent)]
+    corners = {name: quadrant(group[0], SIZE, SIZE) for name, group in present.items()}
     for name, corner in corners.items():
-        if len(shown) == 1:
-            questions.append(_ask("thing", "which thing is shown?", name, *shown[name]))
+        if len(present) == 1:
+            questions.append(_ask("thing", "which thing is shown?", name, *present[name]))
         elif list(corners.values()).count(corner) == 1:
-            questions.append(_ask("thing", f"which thing is {corner}?", name, *shown[name]))
-    return _scene(canvas, where, questions)
+            questions.append(_ask("thing", f"which thing is {corner}?", name, *present[name]))
+    return _scene(canvas, background, questions)
 
 
 def _sparse(rng: np.random.Generator, photos) -> NativeScene:
     """Draw one thing or shape on a photograph, covering 1 to 6 % of the image."""
-    canvas, where = _start(rng, photos, "photo")
+    canvas, background = _start(rng, photos, "photo")
     if rng.random() < 0.5:
         canvas.scale = float(rng.uniform(0.95, 1.8))
         item = canvas.shape(_one(rng, LARGE), _one(rng, COLORS))
@@ -259,18 +259,18 @@ def _sparse(rng: np.random.Generator, photos) -> NativeScene:
     else:
         canvas.scale = float(rng.uniform(1.05, 1.64))
         item, text = canvas.thing(_one(rng, NAMES)), "which thing is shown?"
-    return _scene(canvas, where, [_ask("sparse", text, item.value, item)] if item else [])
+    return _scene(canvas, background, [_ask("sparse", text, item.value, item)] if item else [])
 
 
 def _sign(rng: np.random.Generator, photos) -> NativeScene:
     """Draw a word, a digit or both on a photograph."""
-    canvas, where = _start(rng, photos, "photo")
+    canvas, background = _start(rng, photos, "photo")
     which = int(rng.integers(3))
-    for index, (what, text) in enumerate((("sign", _one(rng, WORDS)), ("digit", str(rng.integers(10))))):
+    for index, (sort, text) in enumerate((("sign", _one(rng, WORDS)), ("digit", str(rng.integers(10))))):
         if which in (index, 2):
             canvas.scale = float(rng.uniform(1.3, 2.4))
-            canvas.text(what, text)
-    return _scene(canvas, where, _read(canvas.items))
+            canvas.text(sort, text)
+    return _scene(canvas, background, _read(canvas.items))
 
 
 @cache
@@ -298,14 +298,14 @@ def _paper(rng: np.random.Generator, dark: bool) -> np.ndarray:
     return np.broadcast_to(color.astype(np.uint8), (SIZE, SIZE, 3)).copy()
 
 
-def _print(canvas: Canvas, what: str, text: str, size: int, ink, x: int, y: int) -> Item:
+def _print(canvas: Canvas, sort: str, text: str, size: int, ink, x: int, y: int) -> Item:
     """Write a text on the page."""
     mask, _, ends = _letters(text, size, False)
     h, w = mask.shape
     x = min(x, SIZE - w)
     _blend(canvas.frames[0][y : y + h, x : x + w], ink, mask)
     letters = tuple((a + x, b + x) for a, b in ends)
-    return canvas.keep(Item(what, text, (x, y, x + w, y + h), letters), np.full_like(mask, 255))
+    return canvas.keep(Item(sort, text, (x, y, x + w, y + h), letters), np.full_like(mask, 255))
 
 
 def _document(rng: np.random.Generator, photos) -> NativeScene:
@@ -389,9 +389,9 @@ def sentence(scene: NativeScene, question: SceneQuestion) -> str:
     if kind in ("word", "document"):
         return f"the sign says {answer}"
     if kind == "count":
-        asked = text.removeprefix("how many ")
-        cells = sorted(_cell(item) for item in scene.items if f"{item.what}s" == asked)
-        return ": ".join([asked, ", ".join(cells) or "none", answer])
+        plural = text.removeprefix("how many ")
+        cells = sorted(_cell(item) for item in scene.items if f"{item.what}s" == plural)
+        return ": ".join([plural, ", ".join(cells) or "none", answer])
     if kind == "presence":
         return f"{text.removeprefix('is there ')}: {answer}"
     return f"{text.removeprefix('which thing is ').replace('shown', 'the thing')}: {answer}"

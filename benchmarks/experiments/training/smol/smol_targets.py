@@ -25,7 +25,7 @@ _SORT, _COLOR = ({name: i for i, name in enumerate(names)} for names in (SORTS, 
 def patch_labels(scene: NativeScene) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return labels (heads, patches), present sorts (sorts,), and shares of letters in the patches of signs.
 
-    Patches at the edge of an item have no label. Letters are -1 outside signs.
+    Patches at the edge of an item are not labeled. Letters are -1 outside signs.
     """
     n, size = len(scene.items), GRID * GRID
     cells = scene.owner.reshape(GRID, PATCH, GRID, PATCH).transpose(0, 2, 1, 3).reshape(size, -1).astype(np.int64)
@@ -37,19 +37,19 @@ def patch_labels(scene: NativeScene) -> tuple[np.ndarray, np.ndarray, np.ndarray
     if n:
         labels[0, share.max(1) > 0.03] = IGNORE
     for i, item in enumerate(scene.items):
-        mine = ((share[:, i] > 0.35) | (share[:, i] >= 0.5 * share[:, i].max())) & (share.argmax(1) == i)
+        item_patches = ((share[:, i] > 0.35) | (share[:, i] >= 0.5 * share[:, i].max())) & (share.argmax(1) == i)
         sort = _SORT[item.value if item.what == "thing" else item.what]
-        labels[0, mine] = sort
+        labels[0, item_patches] = sort
         present[sort] = 1
         x, y = item.center
         labels[4, min(int(y) // PATCH, GRID - 1) * GRID + min(int(x) // PATCH, GRID - 1)] = 1
         if item.what == "digit" and len(item.value) == 1:
-            labels[2, mine] = int(item.value)
+            labels[2, item_patches] = int(item.value)
         elif item.what == "sign" and item.value in WORDS:
-            labels[3, mine] = WORDS.index(item.value)
+            labels[3, item_patches] = WORDS.index(item.value)
             _spell(letters, item)
         elif item.value in _COLOR:
-            labels[1, mine] = _COLOR[item.value]
+            labels[1, item_patches] = _COLOR[item.value]
     return labels, present, letters
 
 
@@ -86,15 +86,15 @@ class PatchHead(nn.Module):
         out, parts = self.read(hidden), {}
         for i, name in enumerate(HEADS):
             target = labels[:, i].flatten().long()
-            each = F.cross_entropy(out[name], target, ignore_index=IGNORE, reduction="none")
+            patch_losses = F.cross_entropy(out[name], target, ignore_index=IGNORE, reduction="none")
             front = target > 0 if name in ("sort", "centre") else target >= 0
-            parts[name] = each[front].sum() / front.sum().clamp(min=1)
+            parts[name] = patch_losses[front].sum() / front.sum().clamp(min=1)
             if name in ("sort", "centre"):
                 share = 0.75 if name == "sort" else 0.5
-                parts[name] = share * parts[name] + (1 - share) * each[target == 0].mean()
-        where = torch.arange(GRID * GRID).repeat(len(hidden))
-        parts["row"] = F.cross_entropy(out["row"], where // GRID)
-        parts["column"] = F.cross_entropy(out["column"], where % GRID)
+                parts[name] = share * parts[name] + (1 - share) * patch_losses[target == 0].mean()
+        patch_index = torch.arange(GRID * GRID).repeat(len(hidden))
+        parts["row"] = F.cross_entropy(out["row"], patch_index // GRID)
+        parts["column"] = F.cross_entropy(out["column"], patch_index % GRID)
         letters = letters.flatten(0, 1)
         on = letters[:, 0] >= 0
         if on.any():

@@ -46,7 +46,9 @@ def choose(rng: np.random.Generator, scene, questions, mix: dict[str, int]) -> l
     for kind, group in kinds.items():
         max_questions = mix.get(kind, 1)
         first = {"presence": ("yes",), "count": tuple("234")}.get(kind, ())  # balanced with the other answers
-        parts = [[q for q in group if (q.answer in first) == said] for said in (True, False)] if first else [group]
+        parts = (
+            [[q for q in group if (q.answer in first) == in_first] for in_first in (True, False)] if first else [group]
+        )
         for part in parts:
             chosen += [part[i] for i in rng.permutation(len(part))[: max(1, max_questions // len(parts))]]
     order = [chosen[i] for i in rng.permutation(len(chosen))]
@@ -56,10 +58,10 @@ def choose(rng: np.random.Generator, scene, questions, mix: dict[str, int]) -> l
 def counts(rng: np.random.Generator, scene) -> list[SceneQuestion]:
     """Return two count questions that the scene does not have yet. The shapes may be absent."""
     fair = UNLIKE_PHOTOS if scene.background == "photo" else tuple(LARGE)
-    asked = {question.text for question in scene.questions}
-    num_items = {what: sum(item.what == what for item in scene.items) for what in fair}
-    questions = [SceneQuestion("count", f"how many {what}s?", str(n), ()) for what, n in num_items.items()]
-    fresh = [question for question in questions if question.text not in asked]
+    texts = {question.text for question in scene.questions}
+    num_items = {sort: sum(item.what == sort for item in scene.items) for sort in fair}
+    questions = [SceneQuestion("count", f"how many {sort}s?", str(n), ()) for sort, n in num_items.items()]
+    fresh = [question for question in questions if question.text not in texts]
     return [fresh[i] for i in rng.permutation(len(fresh))[:2]]
 
 
@@ -71,9 +73,9 @@ def draw_questions(seed, size: int = 6, split: str = "train", mix: dict[str, int
         sort = str(rng.choice(tuple(SORTS), p=tuple(SORTS.values()))) if split == "train" else None
         scene = draw(rng, photos, sort)
         more = counts(rng, scene) if sort == "shapes" else []
-        if asked := choose(rng, scene, [*scene.questions, *more], MIX if mix is None else mix):
+        if questions := choose(rng, scene, [*scene.questions, *more], MIX if mix is None else mix):
             pixels.append(scene.pixels[0])
-            rows.append(asked)
+            rows.append(questions)
     return np.stack(pixels), rows
 
 
@@ -126,13 +128,13 @@ def evaluate(subject: Subject, pool: int, batches: int = 8, size: int = 8) -> di
     for index in range(batches):
         pixels, rows = draw_questions((987, index), size, "heldout")
         logits, packed = subject.logits(pixels, rows, pool)
-        where = packed["label"] != -100
-        good, number_of = logits.argmax(-1) == packed["label"][where], packed["number"][where]
-        row_of = torch.arange(len(rows))[:, None].expand_as(where)[where]
+        is_label = packed["label"] != -100
+        is_right, number_of = logits.argmax(-1) == packed["label"][is_label], packed["number"][is_label]
+        row_of = torch.arange(len(rows))[:, None].expand_as(is_label)[is_label]
         for i, row in enumerate(rows):
             for k, (kind, _, answer) in enumerate(row, 1):
                 name = f"{kind} {answer.split()[-1]}" if kind == "presence" else kind
-                right.setdefault(name, []).append(bool(good[(row_of == i) & (number_of == k)].all()))
+                right.setdefault(name, []).append(bool(is_right[(row_of == i) & (number_of == k)].all()))
     return {name: round(float(np.mean(values)), 3) for name, values in sorted(right.items())}
 
 
@@ -177,7 +179,7 @@ def main() -> None:
     }
     log.write(event="start", stage="questions", step=step, **settings)
     batches = Batches(draw_questions, (args.seed, 3), start, size=args.batch)
-    source, begin, last, mean, asked = iter(batches), time.time(), time.time(), None, 0
+    source, begin, last, mean, num_questions = iter(batches), time.time(), time.time(), None, 0
 
     def save() -> None:
         kept = {"weights": adapters(subject.decoder)}
@@ -193,17 +195,24 @@ def main() -> None:
         loss.backward()
         nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
         optimizer.step()
-        step, asked = step + 1, asked + sum(map(len, rows))
+        step, num_questions = step + 1, num_questions + sum(map(len, rows))
         mean = loss.item() if mean is None else 0.95 * mean + 0.05 * loss.item()
         if step - start in (2, 10):
             print(step, round(mean, 3), tuple(packed["ids"].shape), round(time.time() - begin, 1), flush=True)
         if time.time() - last > args.eval_seconds:
             accuracy = evaluate(subject, args.pool)
-            log.write(stage="questions", step=step, asked=asked, loss=round(mean, 3), pool=args.pool, accuracy=accuracy)
+            log.write(
+                stage="questions",
+                step=step,
+                asked=num_questions,
+                loss=round(mean, 3),
+                pool=args.pool,
+                accuracy=accuracy,
+            )
             save()
             last = time.time()
     batches.close()
-    log.write(event="end", stage="questions", step=step, asked=asked, accuracy=evaluate(subject, args.pool, 16))
+    log.write(event="end", stage="questions", step=step, asked=num_questions, accuracy=evaluate(subject, args.pool, 16))
     save()
 
 
