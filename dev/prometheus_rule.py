@@ -13,7 +13,7 @@ RULES = DEPLOY / "alerts.yaml"
 RULE = DEPLOY / "kubernetes/monitoring/alerts.yaml"
 HEAD = """\
 # SPDX-License-Identifier: Apache-2.0
-# Made of ../../alerts.yaml by dev/prometheus_rule.py.
+# Generated from ../../alerts.yaml by dev/prometheus_rule.py.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:

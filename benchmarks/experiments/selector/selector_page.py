@@ -23,7 +23,7 @@ def write_page(raw: Path) -> None:
 
 
 def format_model(name: str, rows: list[dict[str, Any]]) -> str:
-    """Return the paragraph and the table of a model: gains over divprune by keep and set of questions."""
+    """Return the paragraph and the table of a model: gains over divprune and cdpruner by keep and set of questions."""
     results = {(row["setting"], row["keep"]): row["right"] for row in rows
                if row["record"] == "result" and row["model"] == name}  # fmt: skip
     keeps = sorted({keep for label, keep in results if label == "divprune"}, reverse=True)
@@ -32,8 +32,8 @@ def format_model(name: str, rows: list[dict[str, Any]]) -> str:
     unpatched = results["unpatched", 1.0]
     counts = ", ".join(f"{len(unpatched[part])} {part} (unpatched {_share(unpatched[part])} %)" for part in parts)
     lines = [
-        f"{name}, in this order: {counts}. First row: correct in %; others: gains in points, bold if the 95 % interval "
-        "excludes 0. By `python benchmarks/experiments/learned.py`; "
+        f"{name}, in this order: {counts}. First row: correct in %; others: gains over "
+        "`divprune` in points, bold if the 95 % interval excludes 0. By `python benchmarks/experiments/learned.py`; "
         "[raw data](../../benchmarks/results/learned.jsonl).",
         "",
         "| method | " + " | ".join(f"{100 * keep:g} %" for keep in keeps) + " |",
@@ -42,15 +42,17 @@ def format_model(name: str, rows: list[dict[str, Any]]) -> str:
         + " | ".join(", ".join(_share(results["divprune", keep][part]) for part in parts) for keep in keeps)
         + " |",
     ]
-    for label in labels:
-        cells = []
-        for keep in keeps:
-            right = results.get((label, keep))
-            gains = [] if right is None else [_gain(right[part], results["divprune", keep][part]) for part in parts]
-            cells.append(", ".join(gains))
-        short = label.replace(", diversity 1", "").replace(", diversity 0", ", scores only")
-        shown = short if label.startswith("learned") else f"`{label}`"
-        lines.append(f"| {shown} | " + " | ".join(cells) + " |")
+    for baseline in ("divprune", "cdpruner"):
+        for label in labels:
+            if baseline == "cdpruner" and not (label.startswith("learned") and label.endswith("diversity 1")):
+                continue
+            cells = []
+            for keep in keeps:
+                right, other = results.get((label, keep)), results[baseline, keep]
+                cells.append("" if right is None else ", ".join(_gain(right[part], other[part]) for part in parts))
+            short = label.replace(", diversity 1", "").replace(", diversity 0", ", scores only")
+            shown = short if label.startswith("learned") else f"`{label}`"
+            lines.append(f"| {shown}{' minus `cdpruner`' * (baseline == 'cdpruner')} | " + " | ".join(cells) + " |")
     for row in rows:
         if row["record"] == "time" and row["model"] == name:
             ratios = ", ".join(f"{label} {ratio}" for label, ratio in row["ratios"].items() if label != "divprune")
