@@ -170,7 +170,7 @@ def test_threads(method: str, family: Family, model) -> None:
         layers = model.get_submodule(family.decoder).layers
 
         def wait(*_: Any) -> None:
-            barrier.wait(20)
+            barrier.wait(120)
 
         handles = [layers[i].register_forward_pre_hook(wait) for i in (0, 2)]
         with removed_after(handles), ThreadPoolExecutor(len(jobs)) as pool:

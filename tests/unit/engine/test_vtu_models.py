@@ -162,7 +162,7 @@ def test_threads(build) -> None:
         barrier = threading.Barrier(len(jobs))
         layers = model.model.language_model.layers
         handles = [
-            layers[i].self_attn.v_proj.register_forward_pre_hook(lambda *_: (barrier.wait(20), None)[1]) for i in (0, 2)
+            layers[i].self_attn.v_proj.register_forward_pre_hook(lambda *_: (barrier.wait(90), None)[1]) for i in (0, 2)
         ]
         with removed_after(handles), ThreadPoolExecutor(len(jobs)) as pool:
             concurrent = list(pool.map(lambda job: generate_logits(model, job, 3)[0], jobs))

@@ -209,7 +209,7 @@ def test_threads_do_not_mix(family: Family, model) -> None:
         barrier = threading.Barrier(len(jobs))
 
         def wait(*_: Any) -> None:
-            barrier.wait(20)
+            barrier.wait(120)
 
         handle = attentions_of(model)[0].register_forward_pre_hook(wait)
         try:

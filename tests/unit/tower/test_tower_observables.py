@@ -82,9 +82,7 @@ def naive(family: Family, model: Any, inputs: Any, block: int, monkeypatch: pyte
     return {name: run.average(torch.cat([x.flatten(0, 1) for x in parts])) for name, parts in patches.items()}
 
 
-def check_values(
-    records: list[Any], family: Family, model: Any, inputs: Any, want: dict[str, Tensor], layer: Any
-) -> None:
+def check_values(records: list[Any], family: Family, model: Any, inputs: Any, want: dict[str, Tensor]) -> None:
     flat = {tuple(index): i for i, index in enumerate(family.visual_mask(model, inputs).nonzero().tolist())}
     for segments, values in records:
         for segment, (row, count) in enumerate(zip(segments.row, segments.counts, strict=True)):
@@ -114,7 +112,7 @@ def test_tower_values_match_naive(family: Family, batch: str, build, monkeypatch
                 model(**inputs)
                 model.generate(**inputs, max_new_tokens=1)
         assert len(records) == 4
-        check_values(records, family, model, inputs, want, layer)
+        check_values(records, family, model, inputs, want)
 
 
 @torch.no_grad()
@@ -132,7 +130,7 @@ def test_last_block_is_read_if_the_model_skips_it(build, monkeypatch: pytest.Mon
     records = register_reader(NEEDS, read, (last,))
     with tokenprune.patched(model, "reader", keep=0.5):
         model(**inputs)
-    check_values(records, family, model, inputs, want, last)
+    check_values(records, family, model, inputs, want)
 
 
 @torch.no_grad()
