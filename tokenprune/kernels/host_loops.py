@@ -126,12 +126,22 @@ def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
     return torch.from_numpy(ranks)
 
 
-def find_known(values: Tensor, limit: Tensor | None) -> np.ndarray:
-    """Return the mask of finite entries among the first `limit` of each row. values: `[S, N, K]`; limit: long `[S]`."""
+def describe_hidden(visible: Tensor, lowest: float) -> tuple[bool, bool, bool, Tensor | None]:
+    """Return the fields of `attention.Hidden` for keys that rows see, bool `[B, 1 or H, R, K]`."""
+    sees = visible.numpy()
+    if sees.all():
+        return False, False, False, None
+    hides_keys, hides_queries = not sees.any(axis=(1, 2)).all(), not sees.any(axis=(1, 3)).all()
+    bias = torch.from_numpy(np.where(sees, np.float32(0), np.float32(lowest)))
+    return hides_keys, hides_queries, not sees.any(axis=3).all(), bias
+
+
+def find_known(values: Tensor, limit: Tensor | None) -> Tensor:
+    """Do as `density._find_known` on the CPU."""
     known = to_array(values) < np.float32(np.inf)
     if limit is not None:
         known &= np.arange(known.shape[2]) < np.maximum(limit.numpy(), 1)[:, None, None]
-    return known
+    return torch.from_numpy(known)
 
 
 def find_first_max(x: Tensor, tie: float) -> tuple[Tensor, Tensor]:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from tokenprune.kernels.compact import gather_tokens
 from tokenprune.kernels.dispatch import operation
+from tokenprune.kernels.values import is_all_finite, is_all_true, reads_fast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,25 +80,22 @@ def best_match(
     unit = torch.nn.functional.normalize(a.float(), dim=-1)
     others = unit if b is a else torch.nn.functional.normalize(b.float(), dim=-1)
     units = others.transpose(1, 2)
-    # On the CPU, these checks are cheaper than the operations that they can skip.
-    finite = one_group = False
-    if a.device.type == "cpu":
-        finite = math.isfinite(unit.sum() if b is a else unit.sum().item() + others.sum().item())
-        allowed = None if allowed is None or allowed.numpy().all() else allowed
-        one_group = group_a is not None and group_b is not None and _is_single_group(group_a, group_b)
+    is_finite = is_all_finite(unit) and (b is a or is_all_finite(others))
+    allowed = None if allowed is None or is_all_true(allowed) else allowed
+    has_groups = group_a is not None and group_b is not None and not _is_single_group(group_a, group_b)
     step = max(1, _MAX_ELEMENTS // max(1, units.shape[0] * units.shape[2]))
     results = []
     for start in range(0, a.shape[1], step):
         rows = slice(start, start + step)
         likeness = torch.bmm(unit if step >= a.shape[1] else unit[:, rows], units)
-        if not finite:
+        if not is_finite:
             likeness.nan_to_num_(nan=-2.0)
         if exclude_self:
             likeness.diagonal(start, 1, 2).fill_(-torch.inf)
         if allowed is not None:
             likeness.masked_fill_(~allowed[:, None], -torch.inf)
         best, index = _first_max(likeness)
-        if group_a is not None and group_b is not None and not one_group:
+        if has_groups:
             likeness.masked_fill_(group_a[:, rows, None] != group_b[:, None], -torch.inf)
             group_best, where = _first_max(likeness)
             best, index = (
@@ -145,6 +142,8 @@ def _first_tie(x: Tensor, best: Tensor) -> Tensor:
 
 
 def _is_single_group(group_a: Tensor, group_b: Tensor) -> bool:
-    """Return True if all tokens of each row belong to one group, on the CPU."""
+    """Return True if the host reads the groups fast and all tokens of each row belong to one group."""
+    if not reads_fast(group_a):
+        return False
     groups, others = group_a.numpy(), group_b.numpy()
     return bool((groups == groups[:, :1]).all() and (others == groups[:, :1]).all())

@@ -3,8 +3,8 @@
 
 LLaVA-NeXT-7B's decoder, batch 1, 16 and 32, with a cache that grows, the same cache with `graphs=True`, whose steps are
 replayed, and a static cache, whose step is also captured here as a CUDA graph. The fair comparison with "none" is the
-row "none" with graphs. "first ms": the step that captures. "largest": the most requests whose keys and values, 64 words
-of text and 64 more to come with them, lie in memory while a step of decoding runs; sizes are tried by halves.
+row "none" with graphs. "first ms": the step that captures. "largest": the maximum batch for which the keys and
+values, with 64 text tokens and 64 new tokens per request, fit into memory during a step of decoding (bisection).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Steps:
                 self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
             kv, flops = held(cache), 2 * batch * self.weights / self.model.dtype.itemsize
-            # A captured step with a cache that grows would hold all of it twice.
+            # A captured step with a cache that grows would hold the cache twice.
             row = self.clocks.timed(run, flops, self.weights + kv, graph=kind == "static")
         known = self.sheet.rows.known((NONE, kind, batch))
         best = row["ms"]["p50"] if row["graph_ms"] is None else row["graph_ms"]
@@ -140,7 +140,7 @@ class Steps:
         }  # fmt: skip
 
     def guess(self, each: int) -> int:
-        """Return the batch at which a search begins: what is free, over the bytes of a request."""
+        """Return the batch that begins the search: the free bytes divided by the bytes of a request."""
         free = torch.cuda.mem_get_info()[0] if self.sheet.device.type == "cuda" else 2**20
         return max(1, free // each)
 
@@ -166,7 +166,7 @@ class Steps:
 
 
 def largest_batch(fits: Callable[[int], bool], begin: int) -> int:
-    """Return the largest number that fits, or one that is less by under a thirty-second; 0 if not even one does."""
+    """Return the largest batch that fits, at most 1/32 too small. Return 0 if a batch of 1 does not fit."""
     low, high = 0, begin
     while fits(high):
         low, high = high, 2 * high

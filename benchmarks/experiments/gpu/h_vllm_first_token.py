@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time to the first token of a single request in vLLM, split by what it is spent on.
+"""The time to the first token of a single request in vLLM, split by stage.
 
 LLaVA-1.5-7B's shape with vLLM's dummy weights, bfloat16, one image: compiled as vLLM does by default, and eagerly;
 unpatched and with divprune. "front end": reading the prompt, processing the image and making the request; "encoder",

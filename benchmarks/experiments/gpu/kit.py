@@ -124,7 +124,7 @@ class Sheet:
         """Measure the rows of a key, unless the file has them, `--only` excludes them, or the time is over.
 
         Args:
-            place: The key.
+            key: The key of the rows.
             run: The measurement.
             seconds: Maximum seconds, a minute by default except in tiny runs. A row that exceeds them is marked.
         """

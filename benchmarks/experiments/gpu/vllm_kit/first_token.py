@@ -128,7 +128,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         server, stages = Server(which, Path(folder)), Stages()
         for setting in which.settings.values():
-            for _ in range(2):  # compiles what the first requests need
+            for _ in range(2):  # compiles kernels
                 server.ask(setting, 1, 1)
         wrap_all(stages, server.llm)
         for name, setting in which.settings.items():
