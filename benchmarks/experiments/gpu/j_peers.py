@@ -44,7 +44,9 @@ ORDER = (
     ("same", 16), ("same", 4), ("same", 2),
 )  # fmt: skip
 TINY_ORDER = (("new", 2), ("same", 2))
+CLIP, TINY_CLIP = (1280, 720, 240, 24.0), (64, 64, 12, 6.0)  # width, height, frames, frames per second
 LEAST = 4  # requests of a row
+FPS = 3  # frames that the server samples per second
 START = 170.0  # seconds until all servers answer
 KV_GIB = 32, 18  # of the unpatched server, of the others: 32 clips of 11,970 tokens would need 41 and 21
 
@@ -146,14 +148,15 @@ class Bench:
 @contextmanager
 def started(sheet: Sheet, names: Sequence[str], folder: Path) -> Iterator[dict[str, Server]]:
     """Start servers at the same time, and stop them after the block."""
-    sizes = {"length": 2048, "fps": 3} if sheet.tiny else {"length": 16384, "fps": 3}
+    length = 2048 if sheet.tiny else 16384
     servers = {}
     try:
         for name in names:
             peer = PEERS[name]
             servers[name] = Server(
                 folder, name.replace(" ", "_"), folder / "model", peer.profiles is not None, sheet.tiny,
-                options=peer.options, profiles=peer.profiles, kv_gib=KV_GIB[name != "off"], **sizes,
+                options=peer.options, profiles=peer.profiles, kv_gib=KV_GIB[name != "off"], length=length,
+                fps=FPS,
             )  # fmt: skip
         end = time.monotonic() + (60 * sheet.args.minutes if sheet.tiny else min(START, sheet.deadline.left))
         for server in servers.values():
@@ -168,11 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     order, settings = TINY_ORDER if sheet.tiny else ORDER, list_settings()
     # On a CPU, a server at a time; the unpatched one first, as the other rows are compared with it.
     groups = [[name] for name in PEERS] if sheet.tiny else [list(PEERS)]
-    size = dict(width=64, height=64, frames=12, fps=6.0) if sheet.tiny else dict(width=1280, height=720, frames=240,
-                                                                               fps=24.0)  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        clip = load.draw_clip(folder / "clip.mp4", **size)
+        clip = load.draw_clip(folder / "clip.mp4", *(TINY_CLIP if sheet.tiny else CLIP))
         sys.path.insert(0, str(ROOT / "tests/vllm"))
         from vllm_kit.shapes import write_model
 

@@ -2,7 +2,7 @@
 """Run table files one after the other, each in a separate process with the minutes of plan.md.
 
     python3 benchmarks/experiments/gpu/run.py i h --out OUT             # on the lent machine
-    python3 benchmarks/experiments/gpu/run.py --tiny --out OUT          # all except h and j, seconds each, on any machine
+    python3 benchmarks/experiments/gpu/run.py --tiny --out OUT          # all but h and j, seconds each, on any machine
 
 This script needs only Python. Packages that the machine lacks come from the folder of wheels (wheels.py), and vLLM from
 the folder of pieces (vllm_kit/pieces.py). Some files run in several processes that share the rows. The script prints

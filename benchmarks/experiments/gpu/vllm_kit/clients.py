@@ -121,7 +121,10 @@ def ask_all(url: str, bodies: Sequence[bytes], clients: int, expected: int) -> l
 
         async def client(session: Any) -> None:
             for body in waiting:
-                answers.append(await _ask(session, url, body, expected))
+                try:
+                    answers.append(await _ask(session, url, body, expected))
+                except aiohttp.ClientError as error:
+                    raise RuntimeError(f"the connection broke: {error!r}") from error
 
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None)

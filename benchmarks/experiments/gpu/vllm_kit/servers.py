@@ -44,7 +44,7 @@ def build_command(
     names = [SERVED]
     common: dict[str, Any] = {
         "model": model, "host": "127.0.0.1", "port": port, "load-format": "dummy", "max-num-seqs": 64,
-        "max-model-len": sizes["length"], "limit-mm-per-prompt": {"video": 1, "image": 0}, "mm-processor-cache-gb": 8,
+        "max-model-len": sizes["length"], "limit-mm-per-prompt": {"video": 1, "image": 0}, "mm-processor-cache-gb": 16,
         "media-io-kwargs": {"video": {"num_frames": -1, "fps": sizes["fps"]}},
         "chat-template": model.with_name("template.jinja"),
     }  # fmt: skip
