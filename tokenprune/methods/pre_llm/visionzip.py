@@ -64,15 +64,14 @@ class VisionZip(Pruner):
         key = ("visionzip", self.context, *tokens.keep)
         num_dominant, step, end, has_context = tokens.patches.cache.get(key, lambda: self._split_budget(tiles))
         dominant = rank_in_group(tiles.index, make_sortable(compute_patch_attention(tokens))) < num_dominant
-        rest = tiles.is_patch & ~dominant
         # The remaining patches of a tile are sampled evenly, starting with the first.
-        order = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1))
+        is_taken = dominant | tiles.is_other
+        order, rest = rank_in_group(tiles.index.masked_fill(is_taken, tiles.num_tiles + 1)), ~is_taken
         targets = rest & (order % step == 0) & (order < end)
         keep = dominant | targets
         joins = (rest ^ targets) & has_context
         target = self._find_most_similar(tokens, tiles, targets)
-        itself = torch.arange(keep.shape[1], device=keep.device)
-        assign = torch.where(keep, itself, torch.where(joins, target, -1))
+        assign = torch.where(keep, tiles.token_index, torch.where(joins, target, -1))
         return Selection(keep, assign, self._compute_weights(target, joins), counts=tokens.keep)
 
     def _split_budget(self, tiles: Tiles) -> tuple[torch.Tensor, ...]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .cases import DECODE, EAGER, ENVIRONMENT, V2
+from .cases import DECODE, EAGER, ENVIRONMENT, V1
 
 ROOT = Path(__file__).parents[4]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -82,15 +82,14 @@ class Server:
             port = free.getsockname()[1]
         self.name, self.url, self.log = name, f"http://127.0.0.1:{port}", folder / f"{name}.log"
         model.with_name("template.jinja").write_text(TEMPLATE)
-        # On a CPU, vLLM's own pruning needs the runner V2, and this runner needs Triton's interpreter.
-        paths = [str(ROOT / "tests/vllm/v2")] * tiny + [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | ENVIRONMENT | {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # the addresses that empty the caches
             "VLLM_PLUGINS": "tokenprune" if plugin else "",
         }  # fmt: skip
-        environment |= {"VLLM_USE_V2_MODEL_RUNNER": V2} if tiny else {}
-        environment.pop("TRITON_INTERPRET", None)  # set again by tests/vllm/v2
+        environment |= {"VLLM_USE_V2_MODEL_RUNNER": V1} if tiny else {}
+        environment.pop("TRITON_INTERPRET", None)
         arguments = build_command(model, port=port, tiny=tiny, **command)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
