@@ -104,8 +104,8 @@ def match_selected(x: Tensor, selected: Tensor, max_selected: int, group: Tensor
         >>> match_selected(x, torch.tensor([[True, True, False]]), 2).tolist()
         [[0, 1, 0]]
     """
-    if reads_fast(selected):
-        max_selected = max(1, int(selected.numpy().sum(axis=1).max()))
+    if reads_fast(selected):  # the exact number avoids masking unused columns
+        max_selected = int(selected.numpy().sum(axis=1).max(initial=1))
     indices = partition(selected)[:, :max_selected]
     allowed = selected.gather(1, indices)
     groups = None if group is None else (group, group.gather(1, indices))

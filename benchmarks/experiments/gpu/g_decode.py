@@ -44,7 +44,7 @@ class Steps:
     def __init__(self, sheet: Sheet, visual: int, keep: int) -> None:
         self.sheet, self.visual, self.keep = sheet, visual, keep
         self.model, self.clocks = model_of(sheet), Clocks(sheet.device, sheet.tiny)
-        self.weights = sum(one.nbytes for one in self.model.parameters())
+        self.weights = sum(parameter.nbytes for parameter in self.model.parameters())
         self.text = self.model.config.get_text_config()
 
     def patched(self, name: str) -> Any:
@@ -147,11 +147,11 @@ class Steps:
     def _fits(self, lengths: Sequence[int], batch: int) -> bool:
         """Tell whether a step of decoding runs with so many requests; on a CPU, and whether they take under 1 MiB."""
         heads, width = self.text.num_key_value_heads, self.text.head_dim
-        cache, made = DynamicCache(config=self.text), None
+        cache, states = DynamicCache(config=self.text), None
         try:
             for layer, length in enumerate(lengths):
-                made = torch.zeros(2, batch, heads, length, width, device=self.sheet.device, dtype=self.model.dtype)
-                cache.update(made[0], made[1], layer)
+                states = torch.zeros(2, batch, heads, length, width, device=self.sheet.device, dtype=self.model.dtype)
+                cache.update(states[0], states[1], layer)
             token = torch.full((batch, 1), 20, device=self.sheet.device)
             decoder = self.model.model.language_model
             position = torch.full((batch, 1), max(lengths), device=self.sheet.device)
@@ -161,7 +161,7 @@ class Steps:
         except torch.OutOfMemoryError:
             return False
         finally:
-            del cache, made
+            del cache, states
             self.sheet.free()
 
 
@@ -176,8 +176,8 @@ def largest_batch(fits: Callable[[int], bool], begin: int) -> int:
     return low
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    sheet = Sheet("g_decode", "A step of decoding", "LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, given)
+def main(argv: Sequence[str] | None = None) -> int:
+    sheet = Sheet("g_decode", "A step of decoding", "LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, argv)
     steps = Steps(sheet, *((288, 32) if sheet.tiny else (2880, 320)))
     for batch in (1, 2) if sheet.tiny else BATCHES:
         for kind in ("dynamic", "graphs", "static"):

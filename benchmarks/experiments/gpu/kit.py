@@ -94,7 +94,7 @@ class Sheet:
         shape: Description of the model.
         columns: Title of each key of a row.
         about: Description of the command.
-        given: Command-line arguments; None: those of the process.
+        argv: Command-line arguments. None: the arguments of the process.
     """
 
     def __init__(

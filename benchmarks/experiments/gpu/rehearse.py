@@ -43,7 +43,7 @@ LACKS = (
 )
 ASK = """
 import importlib.metadata as m, json, platform
-names = {one.metadata["Name"].lower(): one.version for one in m.distributions()}
+names = {package.metadata["Name"].lower(): package.version for package in m.distributions()}
 print(json.dumps({"python": platform.python_version()} | names))
 """
 

@@ -113,13 +113,13 @@ def test_the_match_of_selected_tokens_is_the_best_match(grouped: bool) -> None:
         x[0, 5] = math.nan if seed % 4 == 1 else x[0, 4]
         group = torch.randint(0, 3, (ROWS, TOKENS), generator=draw(seed + 1)) if grouped else None
         count = int(selected.sum(1).max())
-        found = match_selected(x, selected, count, group)
+        match = match_selected(x, selected, count, group)
         for row in range(ROWS):
             index = selected[row].nonzero().flatten()
             if len(index):
                 groups = {} if group is None else {"group_a": group[row, None], "group_b": group[row, None, index]}
                 expected = index[best_match(x[row, None], x[row, None, index], **groups)[1][0]]
-                assert torch.equal(found[row], expected)
+                assert torch.equal(match[row], expected)
         same(match_selected, x, selected, count, group)
 
 

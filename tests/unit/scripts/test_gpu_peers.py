@@ -87,8 +87,8 @@ def test_each_setting_has_a_server_with_its_options(script: Any, tmp_path: Path)
         assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2 * 2**30)
         assert ("--video-pruning-rate" in command) == name.startswith("vLLM")
         if peer.profiles:
-            given = json.loads(command[command.index("--mm-processor-kwargs") + 1])["tokenprune"]
-            assert given["profiles"]["divprune-0.25"] == {"method": "divprune", "keep": 0.25}
+            setting = json.loads(command[command.index("--mm-processor-kwargs") + 1])["tokenprune"]
+            assert setting["profiles"]["divprune-0.25"] == {"method": "divprune", "keep": 0.25}
     tiny = servers.build_command(tmp_path / "model", {}, None, 80, True, length=99, fps=3)
     assert "--enforce-eager" in tiny and "True" not in tiny and "--kv-cache-memory-bytes" not in tiny
 
