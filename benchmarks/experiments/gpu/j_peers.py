@@ -5,17 +5,17 @@ Four servers of Qwen3-VL-2B's shape (random weights, bfloat16, graphs of decodin
 a time: vLLM without the plugin; vLLM with its EVS, and with its VidCom2, at a half; and the plugin with `evs` and
 `divprune` at a half and a quarter. For each number of clients, the settings take turns.
 
-A clip has 240 frames; the server samples 3 per second. The clients send the file's bytes. "new" clips: each request has
-a clip that the server has not seen, so that it decodes, preprocesses and encodes each. "engine" is the throughput for
-the same clips once more, by name, with empty caches of blocks and encoded videos: only preprocessed inputs are cached.
-"same" clip: all requests have the same clip and vLLM's caches work, as in the published table. Throughput is requests
-by the time from the first request to the last token. With 1 to 4 clients there are 4 requests, else one per client, so
-p99 is the maximum. "step" is the time per output token after the first. The rows also hold vLLM's own mean times in
-queue, prefill and decoding, and the version of vLLM.
+A clip has 240 frames; the server samples 3 per second. The clients send the file's bytes. "new" clips: each request
+has a clip that the server has not seen, so that it decodes, preprocesses and encodes each. "engine" is the throughput
+for the same clips once more, by name, with empty caches of blocks and encoded videos: only preprocessed inputs are
+cached. "same" clip: all requests have the same clip, as in the published table, and vLLM's caches work. Throughput is
+the number of requests divided by the time from the first request to the last token. With 1 to 4 clients there are 4
+requests, otherwise one per client, so p99 is the maximum. "step" is the time per output token after the first. The
+rows also hold vLLM's mean times in queue, prefill and decoding, and its version.
 
-Expected, from the published table (vLLM's pull request 51221, Cosmos3-Edge on an H200, the same clip in all requests):
-EVS at a half serves 1.189 requests/s instead of 1.084 for 1 client, but 2.958 instead of 6.424 for 32. So pruning can
-lower the throughput: each setting's "over off" below 1 is a loss. For new clips, decoding and preprocessing of about a
+Expected, from the published table (vLLM's pull request 51221, Cosmos3-Edge on an H200, the same clip in all
+requests): EVS at a half serves 1.189 requests/s instead of 1.084 for 1 client, but 2.958 instead of 6.424 for 32.
+Pruning can lower the throughput: "over off" below 1 is a loss. For new clips, decoding and preprocessing of about a
 second per clip are equal in all settings, so that "over off" is near 1 and only "engine" gains.
 """
 
