@@ -19,7 +19,7 @@ from tables import format_table  # noqa: E402
 RESULTS = ROOT / "benchmarks/results"
 GPU_TABLES = (
     "a_correctness", "b_llava_next", "c_memory", "d_video", "e_kernels", "f_llava15", "g_decode", "h_vllm_answers",
-    "h_vllm_first_token", "h_vllm_times", "i_graphs",
+    "h_vllm_first_token", "h_vllm_times", "i_graphs", "j_peers",
 )  # fmt: skip
 SHOWN = (
     "random", "uniform", "divprune", "pool", "tome", "visionzip", "scope", "cdpruner", "dart", "fastv", "sparsevlm",

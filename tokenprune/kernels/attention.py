@@ -16,14 +16,14 @@ A query without visible keys has a row of zeros. The kernels agree with the refe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tokenprune.errors import OptionError
 from tokenprune.kernels.dispatch import operation
+from tokenprune.kernels.values import reads_fast
 
 HEADS = (None, "mean", "max", "sum")
 _MAX_ELEMENTS = 2**22  # elements of the attention map that the column mean reference holds at once
@@ -69,8 +69,8 @@ def attention_rows(
         OptionError: If `heads` is unknown.
     """
     check_heads(heads)
-    weights, visible = _weights(query, key, index, mask, scaling, causal, softcap)
-    if torch.compiler.is_compiling() or visible.device.type != "cpu" or not visible.numpy().any(axis=-1).all():
+    weights, visible, hidden = _weights(query, key, index, mask, scaling, causal, softcap)
+    if hidden.rows:
         weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0)
     if heads is None:
         return weights
@@ -132,7 +132,7 @@ def attention_column_means(
     slots = torch.arange(queries, device=query.device)
     for index in slots.split(max(1, _MAX_ELEMENTS // max(1, batch * heads * key.shape[2]))):
         index = index.expand(batch, -1)
-        weights, visible = _weights(query, key, index, mask, **options)
+        weights, visible, _ = _weights(query, key, index, mask, **options)
         visible = (visible & valid.gather(1, index)[:, None, :, None])[..., -queries:]
         # The product removes invalid rows, and the uniform softmax of rows without visible keys.
         total += weights[..., -queries:].mul_(visible.float()).sum(2)
@@ -174,6 +174,31 @@ def check_starts(query: Tensor, key: Tensor, mask: Tensor | None, starts: Tensor
         raise OptionError("starts= describes packed sequences. Pass one row, as many keys as queries, and no mask.")
 
 
+class Hidden(NamedTuple):
+    """The passes that hidden keys require. A device is not read, so each pass is required there.
+
+    Attributes:
+        keys: Whether a key is hidden from all rows.
+        queries: Whether a query sees no key in any head.
+        rows: Whether a row of a head sees no key.
+        bias: 0 at visible keys and `lowest` at hidden keys, float32 `[B, 1 or H, R, K]`. None if no key is hidden.
+    """
+
+    keys: bool
+    queries: bool
+    rows: bool
+    bias: Tensor | None
+
+
+def _describe_hidden(visible: Tensor, lowest: float) -> Hidden:
+    if reads_fast(visible):
+        from tokenprune.kernels import host_loops
+
+        return Hidden(*host_loops.describe_hidden(visible, lowest))
+    bias = torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, lowest)
+    return Hidden(True, True, True, bias)
+
+
 def _weights(
     query: Tensor,
     key: Tensor,
@@ -182,24 +207,22 @@ def _weights(
     scaling: float,
     causal: bool,
     softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Hidden]:
     """Return softmax rows, float32 `[B, H, R, K]`, and `visible_keys`. Rows without visible keys are not zeroed."""
     batch, heads, _, width = query.shape
     kv_heads, keys = key.shape[1:3]
-    count = index.shape[1]
+    count, lowest = index.shape[1], torch.finfo(torch.float32).min
     visible = visible_keys(query, key, index, mask, causal=causal)
-    # On the CPU, a check is cheaper than the pass that it avoids.
-    reads_visible = visible.device.type == "cpu" and not torch.compiler.is_compiling()
-    visible_array = visible.numpy() if reads_visible else None
+    hidden = _describe_hidden(visible, lowest)
     # Padding may contain NaN. Biases are added to scores and invalid rows are multiplied by 0, so NaN would spread:
     # replace keys that no row sees, and queries that see no key, by zeros.
-    if visible_array is None or not visible_array.any(axis=(1, 2)).all():
+    if hidden.keys:
         key = key.masked_fill(~visible.any(2, keepdim=True).any(1, keepdim=True).transpose(2, 3), 0)
     if batch == 1:  # an order of magnitude faster than `gather`
         query_rows = query.index_select(2, index[0]).float()
     else:
         query_rows = query.gather(2, index[:, None, :, None].expand(batch, heads, count, width)).float()
-    if visible_array is None or not visible_array.any(axis=(1, 3)).all():
+    if hidden.queries:
         query_rows = query_rows.masked_fill(~visible.any(3, keepdim=True).any(1, keepdim=True), 0)
     # Grouped heads share a key head: fold the group into the rows instead of repeating the keys.
     query_rows = query_rows.reshape(batch * kv_heads, heads // kv_heads * count, width)
@@ -211,15 +234,11 @@ def _weights(
     if mask is not None and mask.ndim == 4 and mask.is_floating_point():
         scores = scores + _mask_rows(query, key, index, mask).float()
     # Adding one bias to all heads is ten times as fast as masked_fill on each head, with the same result.
-    lowest = torch.finfo(scores.dtype).min
-    if visible_array is None:
-        bias = torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, lowest)
-        scores.add_(bias)
-    elif not visible_array.all():
-        scores.add_(torch.from_numpy(np.where(visible_array, np.float32(0), np.float32(lowest))))
+    if hidden.bias is not None:
+        scores.add_(hidden.bias)
     if mask is not None and mask.is_floating_point():
         scores.clamp_(min=lowest)  # a row of -inf would have a NaN softmax
-    return scores.softmax(dim=-1), visible
+    return scores.softmax(dim=-1), visible, hidden
 
 
 def _mask_rows(query: Tensor, key: Tensor, index: Tensor, mask: Tensor) -> Tensor:

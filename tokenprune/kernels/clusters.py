@@ -23,11 +23,11 @@ from tokenprune.kernels.pairs import (
     Products,
     Relation,
     distances,
-    is_all_finite,
     is_finite,
     normalize,
 )
 from tokenprune.kernels.picks import Picks
+from tokenprune.kernels.values import is_all_finite, is_all_true
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,21 +87,19 @@ def assign_to_centres(x: Tensor, mask: Tensor, centres: Tensor, max_count: int) 
         centres: bool `[R, N]`.
         max_count: At least the largest number of centres in a row.
     """
-    is_cpu = x.device.type == "cpu"
-    # On the CPU, a check is cheaper than the pass that it avoids.
-    x = x.float() if is_cpu and is_all_finite(x) else x.float().masked_fill(~is_finite(x).unsqueeze(-1), 0)
+    x = x.float() if is_all_finite(x) else x.float().masked_fill(~is_finite(x).unsqueeze(-1), 0)
     centre_index = partition(centres)[:, : max(1, max_count)]
     allowed = centres.gather(1, centre_index)
 
     def find_nearest(x: Tensor, centre_index: Tensor, allowed: Tensor) -> Tensor:
         distance = distances(x, gather_tokens(x, centre_index, 1))
-        if not (is_cpu and allowed.numpy().all()):
+        if not is_all_true(allowed):
             distance = distance.masked_fill(~allowed.unsqueeze(1), torch.inf)
         return centre_index.gather(1, distance.min(2).indices)
 
     assigned = map_rows(find_nearest, x.shape[1] * centre_index.shape[1], x, centre_index, allowed)
     assigned = torch.where(centres, torch.arange(mask.shape[1], device=mask.device), assigned)
-    if is_cpu and mask.numpy().all() and allowed.numpy()[:, 0].all():
+    if is_all_true(mask) and is_all_true(allowed):
         return assigned
     return assigned.masked_fill(~(mask & allowed[:, :1]), -1)
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.kernels.pairs import distances, is_all_finite, is_finite
+from tokenprune.kernels.pairs import distances, is_finite
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.values import is_all_finite, is_all_true
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,11 +40,8 @@ def density_peaks(
         Rodriguez and Laio, "Clustering by fast search and find of density peaks" (Science 344, 2014), with the density
         of Du et al., "Study on density peaks clustering based on k-nearest neighbors and PCA" (2016).
     """
-    from tokenprune.kernels import host_loops
-
-    points, is_masked, is_cpu = x.float(), None, x.device.type == "cpu"
-    # On the CPU, a check is cheaper than the passes that it avoids.
-    if not (is_cpu and mask.numpy().all() and is_all_finite(x)):
+    points, is_masked = x.float(), None
+    if not (is_all_true(mask) and is_all_finite(x)):
         barred = ~(mask & is_finite(x))
         points, is_masked = points.masked_fill(barred.unsqueeze(-1), 0), barred.unsqueeze(1) | barred.unsqueeze(2)
     distance = distances(points, points) / x.shape[-1] ** 0.5
@@ -54,7 +52,7 @@ def density_peaks(
     density = -_mean_of_known(nearest, count if capped else None)
     if is_masked is not None:
         density = density.masked_fill(barred, -torch.inf)
-    peak = (host_loops.measure_peaks if is_cpu else _measure_peaks)(distance, density, is_masked)
+    peak = _measure_peaks(distance, density, is_masked)
     score = (density + peak.log()).clamp(min=torch.finfo(torch.float32).min)
     if is_masked is not None:
         score = score.masked_fill(barred, -torch.inf)
@@ -63,22 +61,30 @@ def density_peaks(
 
 def _mean_of_known(nearest: Tensor, limit: Tensor | None) -> Tensor:
     """Return the mean of the finite entries along the last axis, of the first `limit` ones if it is given."""
-    if nearest.device.type == "cpu":
-        from tokenprune.kernels import host_loops
-
-        finite = host_loops.find_known(nearest, limit)
-        if finite.all():
-            return nearest.sum(2) / nearest.shape[2]
-        known = torch.from_numpy(finite)
-    else:
-        known = nearest < torch.inf
-        if limit is not None:
-            known &= torch.arange(nearest.shape[2], device=nearest.device) < limit.clamp(min=1)[:, None, None]
+    known = _find_known(nearest, limit)
+    if is_all_true(known):
+        return nearest.sum(2) / nearest.shape[2]
     return nearest.masked_fill(~known, 0).sum(2) / known.sum(2).clamp(min=1)
 
 
+def _find_known(values: Tensor, limit: Tensor | None) -> Tensor:
+    """Return the mask of finite entries among the first `limit` of each row. values: `[S, N, K]`; limit: long `[S]`."""
+    if values.device.type == "cpu":
+        from tokenprune.kernels import host_loops
+
+        return host_loops.find_known(values, limit)
+    known = values < torch.inf
+    if limit is not None:
+        known &= torch.arange(values.shape[2], device=values.device) < limit.clamp(min=1)[:, None, None]
+    return known
+
+
 def _measure_peaks(distance: Tensor, density: Tensor, is_masked: Tensor | None) -> Tensor:
-    """Do as `host_loops.measure_peaks` on a device."""
+    """Return the distance to the nearest denser token. See `host_loops.measure_peaks`."""
+    if distance.device.type == "cpu":
+        from tokenprune.kernels import host_loops
+
+        return host_loops.measure_peaks(distance, density, is_masked)
     assert is_masked is not None  # only the CPU checks whether it is needed
     order = density.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     # Only denser tokens count.

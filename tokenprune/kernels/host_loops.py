@@ -67,8 +67,8 @@ def take_in_turn(score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
 
 def find_destinations(
     assign: Tensor, mask: Tensor, output_index: Tensor, weight: Tensor | None, num_outputs: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do as `join.destinations` on the CPU."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Do as `join.destinations` on the CPU, and return arrays."""
     index, outputs = assign.numpy(), output_index.numpy()
     weights = np.ones(outputs.shape, dtype=np.float32) if weight is None else to_array(weight.float())
     absorbed = mask.numpy() & (index >= 0)
@@ -77,32 +77,33 @@ def find_destinations(
     own_weight[outputs[itself]] = weights[itself]
     joined = np.take_along_axis(outputs, np.maximum(index, 0), axis=1)
     target = np.where(absorbed & ~itself, joined, num_outputs)
-    return tuple(torch.from_numpy(array.reshape(-1)) for array in (own_weight, target, weights))  # type: ignore[return-value]
+    return own_weight, target.reshape(-1), weights.reshape(-1)
 
 
-def plan_merges(own_weight: Tensor, source: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+def plan_merges(
+    own_weight: np.ndarray, source: np.ndarray, target: np.ndarray, weight: np.ndarray
+) -> tuple[Tensor, ...]:
     """Order the sources of `join.join` by their target, without the sources and targets that it does not merge.
 
     Args:
         own_weight: Weights of the kept tokens, float32 or float64 `[m]`.
-        source: Tokens to merge, long `[r]`.
-        target: Output index of each source, long `[r]`; m drops the source.
+        source: Tokens to merge, int64 `[r]`.
+        target: Output index of each source, int64 `[r]`; m drops the source.
         weight: Weights of the sources, dtype of `own_weight`, `[r]`.
 
     Returns:
         The sources, their weights `[q, 1]`, and the number of the target of each source, `[q]`; the output index of
         each target, `[t]`, its own weight and its total weight, `[t, 1]`.
     """
-    own_weights, targets, weights = own_weight.numpy(), target.numpy(), weight.numpy()
-    used = np.flatnonzero(targets < len(own_weights))
-    used = used[targets[used].argsort(kind="stable")]
-    rows, slot = np.unique(targets[used], return_inverse=True)
-    total = own_weights[rows]
-    np.add.at(total, slot, weights[used])
+    used = np.flatnonzero(target < len(own_weight))
+    used = used[target[used].argsort(kind="stable")]
+    rows, slot = np.unique(target[used], return_inverse=True)
+    total = own_weight[rows]
+    np.add.at(total, slot, weight[used])
     if not (valid := total > 0).all():
         used, slot = used[valid[slot]], (valid.cumsum() - 1)[slot[valid[slot]]]
         rows, total = rows[valid], total[valid]
-    arrays = source.numpy()[used], weights[used][:, None], slot, rows, own_weights[rows][:, None], total[:, None]
+    arrays = source[used], weight[used][:, None], slot, rows, own_weight[rows][:, None], total[:, None]
     return tuple(map(torch.from_numpy, arrays))
 
 
@@ -126,12 +127,22 @@ def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
     return torch.from_numpy(ranks)
 
 
-def find_known(values: Tensor, limit: Tensor | None) -> np.ndarray:
-    """Return the mask of finite entries among the first `limit` of each row. values: `[S, N, K]`; limit: long `[S]`."""
+def describe_hidden(visible: Tensor, lowest: float) -> tuple[bool, bool, bool, Tensor | None]:
+    """Return the fields of `attention.Hidden` for keys that rows see, bool `[B, 1 or H, R, K]`."""
+    sees = visible.numpy()
+    if sees.all():
+        return False, False, False, None
+    hides_keys, hides_queries = not sees.any(axis=(1, 2)).all(), not sees.any(axis=(1, 3)).all()
+    bias = torch.from_numpy(np.where(sees, np.float32(0), np.float32(lowest)))
+    return hides_keys, hides_queries, not sees.any(axis=3).all(), bias
+
+
+def find_known(values: Tensor, limit: Tensor | None) -> Tensor:
+    """Do as `density._find_known` on the CPU."""
     known = to_array(values) < np.float32(np.inf)
     if limit is not None:
         known &= np.arange(known.shape[2]) < np.maximum(limit.numpy(), 1)[:, None, None]
-    return known
+    return torch.from_numpy(known)
 
 
 def find_first_max(x: Tensor, tie: float) -> tuple[Tensor, Tensor]:

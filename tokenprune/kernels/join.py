@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.kernels.dispatch import operation
+from tokenprune.kernels.dispatch import operation, uses_kernels
+from tokenprune.kernels.values import reads_fast
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
@@ -38,9 +40,9 @@ def join(x: Tensor, keep: Tensor | None, own_weight: Tensor, source: Tensor, tar
         [[0.0], [4.0]]
     """
     count, wide = len(own_weight), torch.float64 if x.dtype == torch.float64 else torch.float32
-    needs_torch = torch.compiler.is_compiling() or own_weight.requires_grad or weight.requires_grad
-    if x.device.type == "cpu" and not needs_torch:
-        return _join_on_cpu(x, keep, own_weight.to(wide), source, target, weight.to(wide))
+    if reads_fast(x) and not (own_weight.requires_grad or weight.requires_grad):
+        arrays = (tensor.numpy() for tensor in (own_weight.to(wide), source, target, weight.to(wide)))
+        return _join_on_cpu(x, keep, *arrays)
     keep = torch.arange(count, device=x.device) if keep is None else keep
     # The extra last row receives dropped sources. Boolean indexing would synchronize with the device.
     out = x.index_select(0, torch.cat([keep, keep.new_zeros(1)]))
@@ -57,13 +59,11 @@ def join(x: Tensor, keep: Tensor | None, own_weight: Tensor, source: Tensor, tar
     return out.index_copy_(0, torch.where(total > 0, row, count), mean)[:count]
 
 
-def _join_on_cpu(
-    x: Tensor, keep: Tensor | None, own_weight: Tensor, source: Tensor, target: Tensor, weight: Tensor
-) -> Tensor:
-    """Do as `join` on the CPU, where the rows to compute are known."""
+def _join_on_cpu(x: Tensor, keep: Tensor | None, *arrays: np.ndarray) -> Tensor:
+    """Do as `join` on the CPU, where the rows to compute are known. `arrays` are those of `host_loops.plan_merges`."""
     from tokenprune.kernels import host_loops
 
-    source, weight, slot, row, start, total = host_loops.plan_merges(own_weight, source, target, weight)
+    source, weight, slot, row, start, total = host_loops.plan_merges(*arrays)
     out = x.clone() if keep is None else x.index_select(0, keep)
     if len(row) == 0:
         return out
@@ -92,7 +92,9 @@ def destinations(
     if assign.device.type == "cpu" and (weight is None or not weight.requires_grad):
         from tokenprune.kernels import host_loops
 
-        return host_loops.find_destinations(assign, mask, output_index, weight, num_outputs)
+        arrays = host_loops.find_destinations(assign, mask, output_index, weight, num_outputs)
+        own_weight, target, weights = map(torch.from_numpy, arrays)
+        return own_weight, target, weights
     weight = torch.ones_like(output_index, dtype=torch.float32) if weight is None else weight.float()
     absorbed = mask & (assign >= 0)
     itself = absorbed & (assign == torch.arange(output_index.shape[1], device=output_index.device))
@@ -102,3 +104,37 @@ def destinations(
     joined = output_index.gather(1, assign.clamp(min=0))
     target = torch.where(absorbed & ~itself, joined, num_outputs)
     return own_weight[:-1], target.flatten(), weight.flatten()
+
+
+def merge_assigned(
+    x: Tensor, assign: Tensor, mask: Tensor, output_index: Tensor, weight: Tensor | None = None
+) -> Tensor:
+    """Replace the row of each kept token by the weighted mean of the tokens assigned to it.
+
+    Args:
+        x: Rows, `[n, D]`.
+        assign: Index of the token in its segment that absorbs each token, long `[S, N]`. Kept tokens have their own
+            index; -1 drops a token.
+        mask: Valid tokens, bool `[S, N]`.
+        output_index: Row of each token, long `[S, N]`.
+        weight: Weight of each token, float `[S, N]`. None is 1.
+
+    Returns:
+        Rows, `[n, D]`. The rows of other tokens are unchanged.
+
+    Examples:
+        >>> x, assign = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[0, 2, 2]])
+        >>> merge_assigned(x, assign, torch.ones(1, 3).bool(), torch.arange(3)[None]).tolist()
+        [[1.0], [2.0], [3.0]]
+    """
+    if reads_fast(x) and not uses_kernels(x.device) and (weight is None or not weight.requires_grad):
+        from tokenprune.kernels import host_loops
+
+        own_weight, target, weights = host_loops.find_destinations(assign, mask, output_index, weight, len(x))
+        wide = "float64" if x.dtype == torch.float64 else "float32"
+        source = output_index.numpy().reshape(-1)
+        own_weight, weights = (array.astype(wide, copy=False) for array in (own_weight, weights))
+        return _join_on_cpu(x, None, own_weight, source, target, weights)
+    own_weight, target, weights = destinations(assign, mask, output_index, weight, len(x))
+    merged: Tensor = join(x, None, own_weight, output_index.flatten(), target, weights)
+    return merged

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.kernels.compact import gather_tokens
-from tokenprune.kernels.dispatch import operation
+from tokenprune.kernels.compact import gather_tokens, partition
+from tokenprune.kernels.dispatch import operation, uses_kernels
+from tokenprune.kernels.values import is_all_finite, is_all_true, reads_fast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,38 +79,82 @@ def best_match(
     """
     unit = torch.nn.functional.normalize(a.float(), dim=-1)
     others = unit if b is a else torch.nn.functional.normalize(b.float(), dim=-1)
+    is_finite = is_all_finite(unit) and (b is a or is_all_finite(others))
+    groups = None if group_a is None or group_b is None else (group_a, group_b)
+    best, index = _find_match(unit, others, allowed, groups, exclude_self, is_finite)
+    # A row sum does not depend on its position, unlike an entry of a matrix product, so equal pairs have equal cosines.
+    cosine = (unit * gather_tokens(others, index, 1)).sum(2)
+    return torch.where(best > -1.5, cosine, best), index
+
+
+def match_selected(x: Tensor, selected: Tensor, max_selected: int, group: Tensor | None = None) -> Tensor:
+    """Find the selected token with the largest cosine to each token. See `best_match`.
+
+    Args:
+        x: Tokens, `[S, N, D]`.
+        selected: Tokens that can match, bool `[S, N]`.
+        max_selected: At least the largest number of selected tokens in a segment.
+        group: Group of each token, long `[S, N]`. Tokens match within their group, unless it has no selected token.
+
+    Returns:
+        Index of the match, long `[S, N]`. Ties go to the lower index.
+
+    Examples:
+        >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.9, 0.1]]])
+        >>> match_selected(x, torch.tensor([[True, True, False]]), 2).tolist()
+        [[0, 1, 0]]
+    """
+    if reads_fast(selected):  # the exact number avoids masking unused columns
+        max_selected = int(selected.numpy().sum(axis=1).max(initial=1))
+    indices = partition(selected)[:, :max_selected]
+    allowed = selected.gather(1, indices)
+    groups = None if group is None else (group, group.gather(1, indices))
+    if reads_fast(x) and not uses_kernels(x.device):
+        unit = torch.nn.functional.normalize(x.float(), dim=-1)
+        chosen = gather_tokens(unit, indices, 1)
+        match = _find_match(unit, chosen, allowed, groups, False, is_all_finite(unit))[1]
+    else:
+        group_a, group_b = groups or (None, None)
+        match = best_match(x, gather_tokens(x, indices, 1), allowed, group_a=group_a, group_b=group_b)[1]
+    return indices.gather(1, match)
+
+
+def _find_match(
+    unit: Tensor,
+    others: Tensor,
+    allowed: Tensor | None,
+    groups: tuple[Tensor, Tensor] | None,
+    exclude_self: bool,
+    is_finite: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the largest cosine, -inf without a match, and its index, for vectors of length 1. See `best_match`."""
     units = others.transpose(1, 2)
-    # On the CPU, these checks are cheaper than the operations that they can skip.
-    finite = one_group = False
-    if a.device.type == "cpu":
-        finite = math.isfinite(unit.sum() if b is a else unit.sum().item() + others.sum().item())
-        allowed = None if allowed is None or allowed.numpy().all() else allowed
-        one_group = group_a is not None and group_b is not None and _is_single_group(group_a, group_b)
+    allowed = None if allowed is None or is_all_true(allowed) else allowed
+    groups = None if groups is None or _is_single_group(*groups) else groups
     step = max(1, _MAX_ELEMENTS // max(1, units.shape[0] * units.shape[2]))
     results = []
-    for start in range(0, a.shape[1], step):
+    for start in range(0, unit.shape[1], step):
         rows = slice(start, start + step)
-        likeness = torch.bmm(unit if step >= a.shape[1] else unit[:, rows], units)
-        if not finite:
+        likeness = torch.bmm(unit if step >= unit.shape[1] else unit[:, rows], units)
+        if not is_finite:
             likeness.nan_to_num_(nan=-2.0)
         if exclude_self:
             likeness.diagonal(start, 1, 2).fill_(-torch.inf)
         if allowed is not None:
             likeness.masked_fill_(~allowed[:, None], -torch.inf)
         best, index = _first_max(likeness)
-        if group_a is not None and group_b is not None and not one_group:
-            likeness.masked_fill_(group_a[:, rows, None] != group_b[:, None], -torch.inf)
+        if groups is not None:
+            likeness.masked_fill_(groups[0][:, rows, None] != groups[1][:, None], -torch.inf)
             group_best, where = _first_max(likeness)
             best, index = (
                 torch.where(group_best > -torch.inf, group_best, best),
                 torch.where(group_best > -torch.inf, where, index),
             )
         results.append((best, index))
-    if len(results) > 1:
-        best, index = (torch.cat(part, dim=1) for part in zip(*results, strict=True))
-    # A row sum does not depend on its position, unlike an entry of a matrix product, so equal pairs have equal cosines.
-    cosine = (unit * gather_tokens(others, index, 1)).sum(2)
-    return torch.where(best > -1.5, cosine, best), index
+    if len(results) == 1:
+        return results[0]
+    best, index = (torch.cat(part, dim=1) for part in zip(*results, strict=True))
+    return best, index
 
 
 def _first_max(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,6 +189,8 @@ def _first_tie(x: Tensor, best: Tensor) -> Tensor:
 
 
 def _is_single_group(group_a: Tensor, group_b: Tensor) -> bool:
-    """Return True if all tokens of each row belong to one group, on the CPU."""
+    """Return True if the host reads the groups fast and all tokens of each row belong to one group."""
+    if not reads_fast(group_a):
+        return False
     groups, others = group_a.numpy(), group_b.numpy()
     return bool((groups == groups[:, :1]).all() and (others == groups[:, :1]).all())

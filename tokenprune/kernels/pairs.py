@@ -7,7 +7,6 @@ time. An entry then has the same value wherever and whenever it is computed, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -30,11 +29,6 @@ _TINY = 1e-12
 def is_finite(x: Tensor) -> Tensor:
     """Return True where all entries along the last axis are finite, bool."""
     return torch.linalg.vector_norm(x, torch.inf, dim=-1) < torch.inf
-
-
-def is_all_finite(x: Tensor) -> bool:
-    """Return True if all entries are finite. It synchronizes with a device, so call it on the CPU."""
-    return x.numel() == 0 or math.isfinite(torch.linalg.vector_norm(x, torch.inf).item())
 
 
 def normalize(x: Tensor, mask: Tensor | None = None) -> Tensor:

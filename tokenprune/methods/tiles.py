@@ -58,6 +58,16 @@ class Tiles:
         """Tokens that are patches, bool (S, N)."""
         return self.index < self.num_tiles
 
+    @cached_property
+    def is_other(self) -> torch.Tensor:
+        """Tokens that are not patches, bool (S, N)."""
+        return self.index >= self.num_tiles
+
+    @cached_property
+    def token_index(self) -> torch.Tensor:
+        """Index of each token, long (N,)."""
+        return torch.arange(self.index.shape[1], device=self.index.device)
+
     def share_budget(self, tiling: Tiling, thumbnail: torch.Tensor, weight: torch.Tensor) -> Tiles:
         """Return the tiles with another distribution of the budget. Images without a thumbnail are unchanged.
 

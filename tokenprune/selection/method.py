@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.kernels.join import destinations, join
+from tokenprune.kernels.join import merge_assigned
 from tokenprune.kernels.take import top_mask
 from tokenprune.selection.options import CallRepr, check_options
 
@@ -136,9 +136,7 @@ class Selection:
         if index is None:
             index = torch.arange(self.keep.numel(), device=rows.device).view(self.keep.shape)
         mask = torch.ones_like(self.keep) if mask is None else mask
-        own_weight, target, weight = destinations(self.assign, mask, index, self.weight, len(flat))
-        merged: Tensor = join(flat, None, own_weight, index.flatten(), target, weight)
-        return merged.view_as(rows)
+        return merge_assigned(flat, self.assign, mask, index, self.weight).view_as(rows)
 
 
 @dataclass(frozen=True)

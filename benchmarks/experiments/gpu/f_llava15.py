@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure prefills of LLaVA-1.5-7B's decoder, 576 visual tokens to 192, 128 and 64 (the budgets of most papers).
 
-Columns are those of b_llava_next.py.
+b_llava_next.py describes the columns.
 """
 
 from __future__ import annotations

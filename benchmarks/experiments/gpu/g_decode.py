@@ -3,8 +3,8 @@
 
 LLaVA-NeXT-7B's decoder, batch 1, 16 and 32, with a cache that grows, the same cache with `graphs=True`, whose steps are
 replayed, and a static cache, whose step is also captured here as a CUDA graph. The fair comparison with "none" is the
-row "none" with graphs. "first ms": the step that captures. "largest": the most requests whose keys and values, 64 words
-of text and 64 more to come with them, lie in memory while a step of decoding runs; sizes are tried by halves.
+row "none" with graphs. "first ms": the step that captures. "largest": the maximum batch for which the keys and
+values, with 64 text tokens and 64 new tokens per request, fit into memory during a step of decoding (bisection).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Steps:
     def __init__(self, sheet: Sheet, visual: int, keep: int) -> None:
         self.sheet, self.visual, self.keep = sheet, visual, keep
         self.model, self.clocks = model_of(sheet), Clocks(sheet.device, sheet.tiny)
-        self.weights = sum(one.nbytes for one in self.model.parameters())
+        self.weights = sum(parameter.nbytes for parameter in self.model.parameters())
         self.text = self.model.config.get_text_config()
 
     def patched(self, name: str) -> Any:
@@ -112,7 +112,7 @@ class Steps:
                 self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
             kv, flops = held(cache), 2 * batch * self.weights / self.model.dtype.itemsize
-            # A captured step with a cache that grows would hold all of it twice.
+            # A captured step with a cache that grows would hold the cache twice.
             row = self.clocks.timed(run, flops, self.weights + kv, graph=kind == "static")
         known = self.sheet.rows.known((NONE, kind, batch))
         best = row["ms"]["p50"] if row["graph_ms"] is None else row["graph_ms"]
@@ -140,18 +140,18 @@ class Steps:
         }  # fmt: skip
 
     def guess(self, each: int) -> int:
-        """Return the batch at which a search begins: what is free, over the bytes of a request."""
+        """Return the batch that begins the search: the free bytes divided by the bytes of a request."""
         free = torch.cuda.mem_get_info()[0] if self.sheet.device.type == "cuda" else 2**20
         return max(1, free // each)
 
     def _fits(self, lengths: Sequence[int], batch: int) -> bool:
         """Tell whether a step of decoding runs with so many requests; on a CPU, and whether they take under 1 MiB."""
         heads, width = self.text.num_key_value_heads, self.text.head_dim
-        cache, made = DynamicCache(config=self.text), None
+        cache, states = DynamicCache(config=self.text), None
         try:
             for layer, length in enumerate(lengths):
-                made = torch.zeros(2, batch, heads, length, width, device=self.sheet.device, dtype=self.model.dtype)
-                cache.update(made[0], made[1], layer)
+                states = torch.zeros(2, batch, heads, length, width, device=self.sheet.device, dtype=self.model.dtype)
+                cache.update(states[0], states[1], layer)
             token = torch.full((batch, 1), 20, device=self.sheet.device)
             decoder = self.model.model.language_model
             position = torch.full((batch, 1), max(lengths), device=self.sheet.device)
@@ -161,12 +161,12 @@ class Steps:
         except torch.OutOfMemoryError:
             return False
         finally:
-            del cache, made
+            del cache, states
             self.sheet.free()
 
 
 def largest_batch(fits: Callable[[int], bool], begin: int) -> int:
-    """Return the largest number that fits, or one that is less by under a thirty-second; 0 if not even one does."""
+    """Return the largest batch that fits, at most 1/32 too small. Return 0 if a batch of 1 does not fit."""
     low, high = 0, begin
     while fits(high):
         low, high = high, 2 * high
@@ -176,8 +176,8 @@ def largest_batch(fits: Callable[[int], bool], begin: int) -> int:
     return low
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    sheet = Sheet("g_decode", "A step of decoding", "LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, given)
+def main(argv: Sequence[str] | None = None) -> int:
+    sheet = Sheet("g_decode", "A step of decoding", "LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, argv)
     steps = Steps(sheet, *((288, 32) if sheet.tiny else (2880, 320)))
     for batch in (1, 2) if sheet.tiny else BATCHES:
         for kind in ("dynamic", "graphs", "static"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time to the first token of a single request in vLLM, split by what it is spent on.
+"""The time to the first token of a single request in vLLM, split by stage.
 
 LLaVA-1.5-7B's shape with vLLM's dummy weights, bfloat16, one image: compiled as vLLM does by default, and eagerly;
 unpatched and with divprune. "front end": reading the prompt, processing the image and making the request; "encoder",
@@ -41,8 +41,8 @@ def measure(name: str, tiny: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    sheet = Sheet("h_vllm_first_token", "First token in vLLM", "LLaVA-1.5-7B", COLUMNS, __doc__, given)
+def main(argv: Sequence[str] | None = None) -> int:
+    sheet = Sheet("h_vllm_first_token", "First token in vLLM", "LLaVA-1.5-7B", COLUMNS, __doc__, argv)
     for name in ENGINES[:1] if sheet.tiny else ENGINES:
         sheet.take((name,), lambda name=name: measure(name, sheet.tiny), SECONDS)
     return sheet.end()

@@ -35,6 +35,7 @@ from tokenprune.integrations.shared.attachment import get_attachment
 
 METHODS = ("random", "divprune", "visionzip", "cdpruner", "fastv", "dart")
 ANSWER, ROUNDS = 64, 3  # tokens, and runs per turn
+COMPILING = 90.0  # maximum seconds of a row whose steps transformers compiles
 COLUMNS = {
     "method": "method", "what": "what", "batch": "batch", "visual": "visual", "keep": "kept", "eager_ms": "eager ms",
     "graphs_ms": "graphs ms", "static_ms": "static cache ms", "both_ms": "static cache, graphs ms",
@@ -189,20 +190,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         sheet.take((kind, *which), partial(run, sheet, clocks, model, *which), seconds)
         sheet.free()
 
-    for batch in (1,) if sheet.tiny else (1, 8):
-        for visual, keeps in prompts:
-            for name, keep in [(NONE, visual), *((name, keep) for keep in keeps for name in METHODS)]:
-                take("prefill", of_prefill, name, visual, keep, batch)
+    batches = (1,) if sheet.tiny else (1, 8)
+    # The prefills of an earlier run are known, so answers come first.
+    for batch in batches:
         for which in answers:
             take("64 tokens", of_answer, *which[:-1], batch)
         if batch == 1:
             for which in answers[:2]:
                 take("64 tokens, auto", of_auto, *which)
-    # Last, because they compile. Graphs with compiled steps come after all others: a device error would end the
-    # process.
-    for kind, graphs in (("64 tokens, static cache", False), ("64 tokens, static cache, graphs", True)):
-        for which in answers[:2]:
-            take(kind, partial(of_static, graphs), *which, seconds=90.0)
+    for which in answers[:2]:
+        take("64 tokens, static cache", partial(of_static, False), *which, seconds=COMPILING)
+    for batch in batches:
+        for visual, keeps in prompts:
+            for name, keep in [(NONE, visual), *((name, keep) for keep in keeps for name in METHODS)]:
+                take("prefill", of_prefill, name, visual, keep, batch)
+    # Last, because a device error of a replay beside compiled steps would end the process.
+    for which in answers[:2]:
+        take("64 tokens, static cache, graphs", partial(of_static, True), *which, seconds=COMPILING)
     return sheet.end()
 
 

@@ -94,7 +94,7 @@ class Sheet:
         shape: Description of the model.
         columns: Title of each key of a row.
         about: Description of the command.
-        given: Command-line arguments; None: those of the process.
+        argv: Command-line arguments. None: the arguments of the process.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Sheet:
         """Measure the rows of a key, unless the file has them, `--only` excludes them, or the time is over.
 
         Args:
-            place: The key.
+            key: The key of the rows.
             run: The measurement.
             seconds: Maximum seconds, a minute by default except in tiny runs. A row that exceeds them is marked.
         """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearse both GPU runs with --tiny, in an environment with the machine's package versions and without network.
+"""Rehearse all GPU runs with --tiny, in an environment with the machine's package versions and without network.
 
     python benchmarks/experiments/gpu/rehearse.py --python python3.12 # creates .venv-gpu if missing, and the wheels
 
---vllm is a Python with vLLM's CPU build, for the tables h.
+--vllm is a Python with vLLM's CPU build, for the tables h and j.
 
 The script writes rehearsal.md beside this file: versions, and time and exit status of each file. It exits with 1 if a
 file did not exit with 0, or if the environment has a package that the machine lacks.
@@ -43,7 +43,7 @@ LACKS = (
 )
 ASK = """
 import importlib.metadata as m, json, platform
-names = {one.metadata["Name"].lower(): one.version for one in m.distributions()}
+names = {package.metadata["Name"].lower(): package.version for package in m.distributions()}
 print(json.dumps({"python": platform.python_version()} | names))
 """
 
@@ -66,9 +66,9 @@ def prepare(python: str) -> str:
 
 
 def rehearse(out: Path, python: Path | str, *tables: str) -> tuple[int, bool]:
-    """Run table files with --tiny, by default all except those of vLLM.
+    """Run table files with --tiny, by default all files that do not need vLLM.
 
-    Return the exit status, and whether the network was off. vLLM's processes need the network to communicate.
+    Return the exit status, and whether the network was off. vLLM's processes need the network.
     """
     command = [str(python), str(HERE / "run.py"), "--tiny", "--out", str(out), *tables]
     isolate = ["unshare", "--map-root-user", "--net"]
@@ -110,7 +110,7 @@ def page(wheels: str, installed: dict[str, str], out: Path, offline: bool) -> st
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default="python3.12", help="Python of the created environment")
-    parser.add_argument("--vllm", default=str(ROOT / ".venv-vllm/bin/python"), help="Python of the tables h")
+    parser.add_argument("--vllm", default=str(ROOT / ".venv-vllm/bin/python"), help="Python of the tables h and j")
     args = parser.parse_args()
     wheels, installed = prepare(args.python), versions()
     print(wheels)
@@ -118,7 +118,7 @@ def main() -> int:
         raise SystemExit(f"The environment has {', '.join(extra)}, which the machine lacks. Uninstall them.")
     with tempfile.TemporaryDirectory() as folder:
         code, offline = rehearse(Path(folder), PYTHON)
-        code = max(code, rehearse(Path(folder), args.vllm, "h")[0])
+        code = max(code, rehearse(Path(folder), args.vllm, "h", "j")[0])
         (HERE / "rehearsal.md").write_text(page(wheels, installed, Path(folder), offline), encoding="utf-8")
     return code
 

@@ -2,7 +2,7 @@
 """Run table files one after the other, each in a separate process with the minutes of plan.md.
 
     python3 benchmarks/experiments/gpu/run.py i h --out OUT             # on the lent machine
-    python3 benchmarks/experiments/gpu/run.py --tiny --out OUT          # all except h, seconds each, on any machine
+    python3 benchmarks/experiments/gpu/run.py --tiny --out OUT          # all but h and j, seconds each, on any machine
 
 This script needs only Python. Packages that the machine lacks come from the folder of wheels (wheels.py), and vLLM from
 the folder of pieces (vllm_kit/pieces.py). Some files run in several processes that share the rows. The script prints
@@ -33,12 +33,13 @@ from vllm_kit import pieces  # noqa: E402
 MINUTES = {
     "a_correctness": 1.7, "b_llava_next": 2.9, "c_memory": 1.6, "d_video": 1.8, "e_kernels": 2.4, "f_llava15": 1.3,
     "g_decode": 2.2, "h_vllm_answers": 2.9, "h_vllm_first_token": 3.5, "h_vllm_times": 4.4, "i_graphs": 5.0,
+    "j_peers": 9.0,
 }  # fmt: skip
 PROCESSES = {"a_correctness": 8, "h_vllm_answers": 10}
-VLLM = "h_"  # prefix of files that need vLLM, which has a separate environment on machines without a GPU
+VLLM = ("h_", "j_")  # prefixes of files that need vLLM, which has a separate environment on machines without a GPU
 TINY_MINUTES = 60.0  # a tiny run ends long before, even on a loaded machine
 TINY_PROCESSES = 2
-LATE = 30  # seconds after the deadline at which a file is killed
+LATE = 30  # seconds from the deadline until a file is killed
 DRIVER = Path("/usr/local/nvidia/lib64")  # the driver's libraries in containers
 
 
@@ -118,7 +119,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
     parser.add_argument("--minutes", type=float, default=9.5, help="maximum minutes for all files")
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels")
-    parser.add_argument("--pieces", type=Path, default=ROOT / "pieces", help="folder of vLLM's pieces, for h")
+    parser.add_argument("--pieces", type=Path, default=ROOT / "pieces", help="folder of vLLM's pieces, for h and j")
     args, more = parser.parse_known_args()
     args.out.mkdir(parents=True, exist_ok=True)
     files = [name for letter in args.tables for name in MINUTES if name.startswith(letter)]

@@ -19,8 +19,8 @@ from tokenprune.kernels.compact import partition
 from tokenprune.kernels.density import density_peaks
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.kernels.farthest import farthest
-from tokenprune.kernels.join import destinations, join
-from tokenprune.kernels.match import TIE, _first_max, best_match
+from tokenprune.kernels.join import destinations, join, merge_assigned
+from tokenprune.kernels.match import TIE, _first_max, best_match, match_selected
 from tokenprune.kernels.pairs import normalize
 from tokenprune.kernels.take import rank_in_group, take_in_turn
 from tokenprune.selection.apply import _check_assign
@@ -103,6 +103,29 @@ def test_merges(weighted: bool) -> None:
         own_weight, target, weights = destinations(*arguments)
         x = torch.randn(ROWS * TOKENS, 8, generator=make_generator(seed + 4))
         check_same(join, x, keep.flatten().nonzero().flatten(), own_weight, torch.arange(len(x)), target, weights)
+        index = torch.arange(len(x)).view_as(keep)
+        check_same(merge_assigned, x.double() if seed % 2 else x, assign, mask, index, weight)
+        own_weight, target, weights = destinations(assign, mask, index, weight, len(x))
+        expected = join(x, None, own_weight, index.flatten(), target, weights)
+        assert torch.equal(merge_assigned(x, assign, mask, index, weight), expected)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_match_of_selected_tokens_is_the_best_match(grouped: bool) -> None:
+    for seed in range(8):
+        x, selected = torch.randn(ROWS, TOKENS, 6, generator=make_generator(seed)), make_masks(seed)
+        selected[0, :2] = True
+        x[0, 5] = math.nan if seed % 4 == 1 else x[0, 4]
+        group = torch.randint(0, 3, (ROWS, TOKENS), generator=make_generator(seed + 1)) if grouped else None
+        count = int(selected.sum(1).max())
+        match = match_selected(x, selected, count, group)
+        for row in range(ROWS):
+            index = selected[row].nonzero().flatten()
+            if len(index):
+                groups = {} if group is None else {"group_a": group[row, None], "group_b": group[row, None, index]}
+                expected = index[best_match(x[row, None], x[row, None, index], **groups)[1][0]]
+                assert torch.equal(match[row], expected)
+        check_same(match_selected, x, selected, count, group)
 
 
 def test_merges_without_weight() -> None:

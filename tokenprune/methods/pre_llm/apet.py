@@ -12,7 +12,7 @@ from annotated_types import Ge, Lt
 from tokenprune.budgets import Budget
 from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.match import best_match
+from tokenprune.kernels.match import match_selected
 from tokenprune.kernels.pairs import is_finite
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.take import top_mask
@@ -93,7 +93,7 @@ class ApET(Pruner):
         worst = top_mask(error, mask, tokens.budget - is_basis.sum(1), max_tokens)
         joins = mask & ~keep & x.any(2)
         itself = torch.arange(keep.shape[1], device=keep.device)
-        assign = torch.where(keep, itself, torch.where(joins, _find_most_similar(x, worst, max_tokens), -1))
+        assign = torch.where(keep, itself, torch.where(joins, match_selected(x, worst, max_tokens), -1))
         return self._with_basis(keep, assign, basis, is_basis, keep & ~worst, tokens.keep)
 
     def _with_basis(
@@ -170,12 +170,6 @@ def compute_approximation_error(x: torch.Tensor, basis: torch.Tensor) -> torch.T
     rows = torch.linalg.solve_triangular(factor, basis64, upper=False).float()
     error = torch.baddbmm(x, x @ rows.transpose(1, 2), rows, alpha=-1).norm(dim=2)
     return error.masked_fill(error < _EXACT * x.norm(dim=2), 0)
-
-
-def _find_most_similar(x: torch.Tensor, candidates: torch.Tensor, max_tokens: int) -> torch.Tensor:
-    """Return the most similar candidate by cosine for each token, long (S, N). Ties go to the lower index."""
-    indices = partition(candidates)[:, :max_tokens]
-    return indices.gather(1, best_match(x, gather_tokens(x, indices, 1), candidates.gather(1, indices))[1])
 
 
 @dataclass(frozen=True)

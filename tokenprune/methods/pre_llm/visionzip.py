@@ -7,8 +7,7 @@ from typing import Annotated
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.match import best_match
+from tokenprune.kernels.match import match_selected
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles, compute_patch_attention, make_sortable
@@ -63,42 +62,43 @@ class VisionZip(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.from_tokens(tokens)
         key = ("visionzip", self.context, *tokens.keep)
-        num_dominant, num_context, step = tokens.patches.cache.get(key, lambda: self._split_budget(tiles))
+        num_dominant, step, end, has_context = tokens.patches.cache.get(key, lambda: self._split_budget(tiles))
         dominant = rank_in_group(tiles.index, make_sortable(compute_patch_attention(tokens))) < num_dominant
-        rest = tiles.is_patch & ~dominant
         # The remaining patches of a tile are sampled evenly, starting with the first.
-        order = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1))
-        targets = rest & (order % step == 0) & (order < num_context * step)
+        is_taken = dominant | tiles.is_other
+        order, rest = rank_in_group(tiles.index.masked_fill(is_taken, tiles.num_tiles + 1)), ~is_taken
+        targets = rest & (order % step == 0) & (order < end)
         keep = dominant | targets
-        joins = (rest ^ targets) & (num_context > 0)
+        joins = (rest ^ targets) & has_context
         target = self._find_most_similar(tokens, tiles, targets)
-        itself = torch.arange(keep.shape[1], device=keep.device)
-        assign = torch.where(keep, itself, torch.where(joins, target, -1))
+        assign = torch.where(keep, tiles.token_index, torch.where(joins, target, -1))
         return Selection(keep, assign, self._compute_weights(target, joins), counts=tokens.keep)
 
-    def _split_budget(self, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the numbers of dominant and contextual patches, and their distance, in each token's tile, (S, N)."""
+    def _split_budget(self, tiles: Tiles) -> tuple[torch.Tensor, ...]:
+        """Return the plan of each token's tile, (S, N).
+
+        The plan is the number of dominant patches, the distance of contextual patches, the end of their range, and
+        whether there are any.
+        """
         num_context = (tiles.num_kept.float() * self.context + 0.5).long()
         num_context = tiles.zero_non_patches(torch.minimum(num_context, tiles.num_kept - 1).clamp(min=0))
         num_dominant = tiles.num_kept - num_context
         step = ((tiles.sizes - num_dominant) // num_context.clamp(min=1)).clamp(min=1)
-        return tiles.expand(num_dominant), tiles.expand(num_context), tiles.expand(step)
+        plan = (num_dominant, step, num_context * step, num_context)
+        num_dominant, step, end, num_context = (tiles.expand(values) for values in plan)
+        return num_dominant, step, end, num_context > 0
 
     def _find_most_similar(self, tokens: VisualTokens, tiles: Tiles, targets: torch.Tensor) -> torch.Tensor:
         """Return the target of the same tile with the most similar key for each token, long (S, N)."""
         heads = tokens.encoder_attention(-1).shape[1]
         keys = tokens.encoder_keys(-1).float().unflatten(-1, (heads, -1)).mean(dim=2)
         max_targets = min(max(tokens.keep), int(max(tokens.keep) * self.context + tiles.num_tiles / 2) + 1)
-        indices = partition(targets)[:, :max_targets]
-        chosen, allowed = gather_tokens(keys, indices, 1), targets.gather(1, indices)
-        several = tiles.num_tiles > 1
-        groups = {"group_a": tiles.index, "group_b": tiles.index.gather(1, indices)} if several else {}
-        return indices.gather(1, best_match(keys, chosen, allowed, **groups)[1])
+        return match_selected(keys, targets, max_targets, tiles.index if tiles.num_tiles > 1 else None)
 
     def _compute_weights(self, target: torch.Tensor, joins: torch.Tensor) -> torch.Tensor | None:
         """Return the weight of each token in the mean of its target, float32 (S, N)."""
         if self.centre is None:
             return None
         members = torch.zeros_like(target, dtype=torch.float32).scatter_add(1, target, joins.float())
-        own_weight = (members == 0).float().clamp(min=self.centre)
+        own_weight = (1 - members).clamp(min=self.centre)  # 1 without members
         return torch.where(joins, (1 - self.centre) / members.gather(1, target).clamp(min=1), own_weight)

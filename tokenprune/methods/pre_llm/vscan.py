@@ -12,8 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from tokenprune.budgets import Budget
 from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.errors import BudgetError
-from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.match import best_match
+from tokenprune.kernels.match import match_selected
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Method, Pruner, Selection, Site
@@ -108,7 +107,7 @@ class VScan(Pruner):
         if not self.merge:
             return Selection(keep)
         itself = torch.arange(keep.shape[1], device=keep.device)
-        assign = torch.where(keep, itself, find_most_similar(tokens.hidden, picked, patches.tile, max(tokens.keep)))
+        assign = torch.where(keep, itself, match_selected(tokens.hidden, picked, max(tokens.keep), patches.tile))
         return Selection(keep, assign.masked_fill(~tokens.mask, -1))
 
     def _pick(self, tokens: VisualTokens, local: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -157,25 +156,6 @@ def assign_windows(patches: Patches, side: int | None) -> torch.Tensor:
     down, across = ((length // sides).clamp(min=1) for length in (patches.height, patches.width))
     row, column = torch.minimum(patches.row // sides, down - 1), torch.minimum(patches.column // sides, across - 1)
     return row * across + column
-
-
-def find_most_similar(
-    features: torch.Tensor, picked: torch.Tensor, tile: torch.Tensor, max_tokens: int
-) -> torch.Tensor:
-    """Return the most similar picked token of the same tile for each token, long (S, N). Ties go to the lower index.
-
-    A tile without picked tokens uses the picked tokens of other tiles.
-
-    Args:
-        features: Tokens, (S, N, D).
-        picked: Picked tokens, bool (S, N).
-        tile: Tile of each token, long (S, N).
-        max_tokens: At least the largest number of picked tokens.
-    """
-    indices = partition(picked)[:, :max_tokens]
-    chosen, allowed = gather_tokens(features, indices, 1), picked.gather(1, indices)
-    match = best_match(features, chosen, allowed, group_a=tile, group_b=tile.gather(1, indices))[1]
-    return indices.gather(1, match)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from annotated_types import Ge, Gt, Lt
 from tokenprune.budgets import Budget
 from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.kernels.clusters import cluster_density_peaks
-from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.match import best_match
+from tokenprune.kernels.match import match_selected
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.temporal import split_budget
 from tokenprune.kernels.transfer import to_device
@@ -119,10 +118,7 @@ class TwoCutMerger(VideoMerger):
 
 def merge_dropped(selection: Selection, tokens: VisualTokens) -> Selection:
     """Merge each dropped token of a selection into the most similar kept token."""
-    kept_index = partition(selection.keep)[:, : max(tokens.keep)]
-    allowed = selection.keep.gather(1, kept_index)
-    chosen = gather_tokens(tokens.hidden, kept_index, 1)
-    most_similar = kept_index.gather(1, best_match(tokens.hidden, chosen, allowed)[1])
+    most_similar = match_selected(tokens.hidden, selection.keep, max(tokens.keep))
     token_index = torch.arange(most_similar.shape[1], device=most_similar.device)
     assignment = torch.where(selection.keep, token_index, most_similar).masked_fill(~tokens.mask, -1)
     return dataclasses.replace(selection, assign=assignment)

@@ -5,6 +5,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+# Of every process that imports vLLM.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "TOKENIZERS_PARALLELISM": "false",
+    "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1",
+}  # fmt: skip
 V1, V2 = "0", "1"  # vLLM's model runners, as values of VLLM_USE_V2_MODEL_RUNNER
 EAGER: dict[str, Any] = {"enforce_eager": True}
 # Without mode 0, vLLM compiles by default, which takes a minute.

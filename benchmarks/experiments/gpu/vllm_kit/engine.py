@@ -13,18 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cases import EAGER, V1
+from cases import EAGER, ENVIRONMENT, V1
 
 ROOT = Path(__file__).parents[4]
 MARK = "@@ "
 TINY = "--tiny" in sys.argv  # on vLLM's CPU build
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/vllm")]
-os.environ.update(
-    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0",
-    VLLM_USE_DEEP_GEMM="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1", TOKENIZERS_PARALLELISM="false",
-    NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo", VLLM_HOST_IP="127.0.0.1",
-)  # fmt: skip
+os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
 os.environ.pop("TRITON_INTERPRET", None)  # kernels must be compiled
 
 

@@ -107,15 +107,15 @@ def measure(stages: Stages, ask: Callable[[], Any]) -> dict[str, Any]:
             stages.seconds.clear()
             ask()
             taken.append({label: 1000 * seconds for label, seconds in stages.seconds.items()})
-        labels = dict.fromkeys(label for one in taken for label in one)
-        split = {label: round(statistics.median(one.get(label, 0.0) for one in taken), 3) for label in labels}
+        labels = dict.fromkeys(label for times in taken for label in times)
+        split = {label: round(statistics.median(times.get(label, 0.0) for times in taken), 3) for label in labels}
         row |= {f"stages_{name}": split, f"first_{name}": round(sum(split.values()), 2)}
     stages.waits, profile = False, cProfile.Profile()
     profile.runcall(ask)
     entries = sorted(pstats.Stats(profile).stats.items(), key=lambda item: -item[1][2])[:FUNCTIONS]
     row["functions"] = [
-        [f"{Path(file).name}:{line} {name}", calls, round(1000 * own, 3)]
-        for (file, line, name), (_, calls, own, _, _) in entries
+        [f"{Path(file).name}:{line} {name}", calls, round(1000 * seconds, 3)]
+        for (file, line, name), (_, calls, seconds, _, _) in entries
     ]
     return row
 
@@ -128,7 +128,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         server, stages = Server(which, Path(folder)), Stages()
         for setting in which.settings.values():
-            for _ in range(2):  # compiles what the first requests need
+            for _ in range(2):  # compiles kernels
                 server.ask(setting, 1, 1)
         wrap_all(stages, server.llm)
         for name, setting in which.settings.items():

@@ -27,7 +27,7 @@ def image_of(shape: str, seed: int, tiny: bool) -> Image.Image:
 
 def write_model(shape: str, folder: Path, tiny: bool) -> None:
     """Write a model without weights. With `tiny`, a small one of the same type."""
-    config, processor = {"llava": _llava, "qwen": _qwen}[shape](tiny)
+    config, processor = {"llava": _llava, "qwen": _qwen, "qwen3": _qwen3}[shape](tiny)
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -80,6 +80,30 @@ def qwen_config(tiny: bool = False, **more: Any) -> Any:
     return config
 
 
+def qwen3_config(tiny: bool = False, **more: Any) -> Any:
+    """Return the config of Qwen3-VL-2B."""
+    from transformers import Qwen3VLConfig
+
+    section = [6, 5, 5] if tiny else [24, 20, 20]
+    rope = dict(rope_type="default", rope_theta=5e6, mrope_section=section, mrope_interleaved=True)
+    text = dict(
+        model_type="qwen3_vl_text", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=32768,
+        tie_word_embeddings=True, rope_parameters=rope,
+    )  # fmt: skip
+    tower = dict(
+        depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16, out_hidden_size=2048, patch_size=16,
+        spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=2304, deepstack_visual_indexes=[5, 11, 17],
+    )  # fmt: skip
+    if tiny:
+        text |= _SMALL | dict(head_dim=32, vocab_size=512)
+        tower |= dict(depth=4, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=128)
+        tower |= dict(num_position_embeddings=64, deepstack_visual_indexes=[0, 1, 2])
+    config = Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **more)
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    return config
+
+
 def _llava(tiny: bool) -> tuple[Any, Any]:
     import checkpoints
 
@@ -100,3 +124,20 @@ def _qwen(tiny: bool) -> tuple[Any, Any]:
         Qwen2VLVideoProcessor(**common), chat_template="{{ messages }}",
     )  # fmt: skip
     return qwen_config(tiny, **checkpoints.QWEN_IDS), processor
+
+
+def _qwen3(tiny: bool) -> tuple[Any, Any]:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    import checkpoints
+
+    common = dict(patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    processor = Qwen3VLProcessor(
+        Qwen2VLImageProcessor(size={"shortest_edge": 64 * 64, "longest_edge": 4096 * 4096}, **common),
+        checkpoints.tokenizer(**checkpoints.QWEN_TOKENS),
+        Qwen3VLVideoProcessor(size={"shortest_edge": 4096, "longest_edge": 25165824}, **common),
+        chat_template="{{ messages }}",
+    )  # fmt: skip
+    return qwen3_config(tiny, **checkpoints.QWEN_IDS), processor

@@ -86,7 +86,7 @@ def measure(server: Server, settings: dict[str, Any]) -> dict[str, dict[str, Any
 
 
 def finished(row: dict[str, Any]) -> dict[str, Any]:
-    """Replace the single times of a row by medians, and those of turns by means."""
+    """Replace the single times of a row by medians, and the values of its turns by means."""
     singles, prefill, turns = row.pop("alone"), row.pop("prefill"), row["turns"]
     of_turns = {key: round(statistics.mean(turn[key] for turn in turns), 3) for key in turns[0]}
     return row | of_turns | {
