@@ -175,13 +175,10 @@ def _list_packets(file: Any) -> list[Any]:
 
 
 def _check_pixels(width: int, height: int) -> None:
-    """Raise OptionError for frames without a size. FFmpeg does not report a size above its limit, see `_open`."""
+    """Raise ValueError for frames without a size. FFmpeg does not report a size above its limit, see `_open`."""
     if not width * height:
         limit = Image.MAX_IMAGE_PIXELS and 2 * Image.MAX_IMAGE_PIXELS
-        raise OptionError(
-            f"The size of the frames is unknown, or above {limit} pixels. Raise PIL.Image.MAX_IMAGE_PIXELS for a "
-            "trusted file."
-        )
+        raise ValueError(f"the size of its frames is unknown, or above {limit} pixels (PIL.Image.MAX_IMAGE_PIXELS)")
 
 
 def _check_complete(open_file: Open, packets: list[Any], num_stored: int, is_avi: bool) -> None:
