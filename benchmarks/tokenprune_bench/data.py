@@ -26,6 +26,7 @@ from tokenprune_bench.profiling.media import (
     get_image_size,
     is_animated,
     read_image,
+    read_jpeg,
     read_video,
     shorten,
 )
@@ -81,6 +82,17 @@ class Question:
         """
         try:
             return tuple(read_image(source, processor) for source in self.sources)
+        except RowError as error:
+            raise DataError(f"{self.where}: {error}") from error
+
+    def load_files(self) -> tuple[Image.Image | bytes, ...]:
+        """Read the images as clients send them: the content of JPEG files, and other images decoded.
+
+        Raises:
+            DataError: If an image cannot be read.
+        """
+        try:
+            return tuple(read_jpeg(source) or read_image(source) for source in self.sources)
         except RowError as error:
             raise DataError(f"{self.where}: {error}") from error
 

@@ -258,7 +258,7 @@ def _cost_notes(results: Results) -> list[str]:
     ]
     if timing:
         how = (
-            "requests to vLLM, one at a time and with uncached images, processor included"
+            "requests to vLLM, one at a time and with uncached images, processor and decoding of JPEG files included"
             if vllm
             else f"runs of `generate` on {timing['rows']} question(s), vision tower included, processor not"
         )

@@ -6,6 +6,7 @@ Each request carries its setting, so one engine serves all passes.
 
 from __future__ import annotations
 
+import base64
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from tokenprune.methods.registry import method_info
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune.settings.cost import CostModel, Load
+from tokenprune.settings.keys import LIMIT
 from tokenprune.statistics import Stats
 from tokenprune_bench.backend import Answer
 from tokenprune_bench.data import raise_for_misfits
@@ -36,9 +38,9 @@ OFF = {"off": True}
 
 @dataclass(frozen=True)
 class Chat:
-    """One user turn: images, followed by a text."""
+    """One user turn: images, followed by a text. A JPEG file is sent as bytes, and decoded by the engine."""
 
-    images: tuple[Image.Image, ...]
+    images: tuple[Image.Image | bytes, ...]
     text: str
 
 
@@ -99,7 +101,8 @@ class VllmBackend:
     """Benchmark back end for vLLM.
 
     The plugin counts visual tokens. FLOPs and cache sizes are closed forms of the prompt lengths that the engine
-    reports. Times are measured with single requests and uncached images.
+    reports. Times are measured with single requests and uncached images. They include the decoding of the user's JPEG
+    files, at the scale that the setting of a request needs.
     """
 
     def __init__(self, engine: VllmEngine, suffix: str, max_new_tokens: int, metric: str = "exact") -> None:
@@ -172,7 +175,8 @@ class VllmBackend:
         return self.engine.fingerprint()
 
     def _chat(self, question: Any) -> Chat:
-        return Chat(tuple(question.images), question.question + self.suffix)
+        load = getattr(question, "load_files", None)
+        return Chat(tuple(question.images if load is None else load()), question.question + self.suffix)
 
     def _answer(self, setting: dict[str, Any], first: int, batch: list[Any]) -> Batch:
         before = self.engine.count_visual_tokens()
@@ -206,8 +210,14 @@ def build_request(setting: Setting | None) -> dict[str, Any]:
         | {key: value for key, value in (method_info(name).options | options).items() if value is not None}
         for name, options in zip(setting.names, setting.options, strict=True)
     ]
-    budget = {name: value for name in ("keep", "per") if (value := getattr(setting, name)) is not None}
-    return (methods[0] if len(methods) == 1 else {"method": methods}) | budget
+    scope = {name: value for name in ("keep", "per", LIMIT) if (value := getattr(setting, name)) is not None}
+    return ({"method": methods} if len(methods) > 1 else methods[0] if methods else {}) | scope
+
+
+def build_image_url(kind: str, data: bytes) -> dict[str, Any]:
+    """Return a part of a chat with the content of an image file. `kind` is "png" or "jpeg"."""
+    url = f"data:image/{kind};base64," + base64.b64encode(data).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def needs_special_tokens(prompt: Callable[[bool], list[int]]) -> bool:
@@ -222,9 +232,12 @@ def needs_special_tokens(prompt: Callable[[bool], list[int]]) -> bool:
 
 
 def _unseen(chat: Chat) -> Chat:
-    """Change one pixel of each image, so that no cache has its encoding or prefix."""
-    images = []
+    """Change each image, so that no cache has its encoding or prefix."""
+    images: list[Image.Image | bytes] = []
     for image in chat.images:
+        if isinstance(image, bytes):
+            images.append(image + secrets.token_bytes(8))  # bytes after the end of a JPEG are not decoded
+            continue
         changed = image.convert("RGB")
         changed = changed.copy() if changed is image else changed
         changed.putpixel((0, 0), tuple(secrets.token_bytes(3)))

@@ -19,7 +19,7 @@ from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.models.model_config import get_shipped_folder
 from tokenprune_bench.errors import RunError
-from tokenprune_bench.vllm_backend import OFF, Chat, Reply, needs_special_tokens
+from tokenprune_bench.vllm_backend import OFF, Chat, Reply, build_image_url, needs_special_tokens
 
 _OURS = {
     "model": "name it with --model",
@@ -178,7 +178,10 @@ class OfflineEngine:
 
 
 def _messages(chat: Chat) -> list[dict[str, Any]]:
-    images = [{"type": "image_pil", "image_pil": image} for image in chat.images]
+    images = [
+        build_image_url("jpeg", image) if isinstance(image, bytes) else {"type": "image_pil", "image_pil": image}
+        for image in chat.images
+    ]
     return [{"role": "user", "content": [*images, {"type": "text", "text": chat.text}]}]
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune_bench.errors import RunError
-from tokenprune_bench.vllm_backend import OFF, Chat, Reply, needs_special_tokens
+from tokenprune_bench.vllm_backend import OFF, Chat, Reply, build_image_url, needs_special_tokens
 
 _COUNTER = "tokenprune:visual_tokens_total"
 _START = f"""start it with --trust-request-mm-kwargs --mm-processor-kwargs '{{"{KEY}": {json.dumps(OFF)}}}'"""
@@ -185,10 +184,12 @@ class ServerEngine:
 def _messages(chat: Chat) -> list[dict[str, Any]]:
     content: list[dict[str, Any]] = []
     for image in chat.images:
+        if isinstance(image, bytes):
+            content.append(build_image_url("jpeg", image))
+            continue
         buffer = io.BytesIO()
         image.convert("RGB").save(buffer, "PNG", compress_level=1)
-        url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-        content.append({"type": "image_url", "image_url": {"url": url}})
+        content.append(build_image_url("png", buffer.getvalue()))
     return [{"role": "user", "content": [*content, {"type": "text", "text": chat.text}]}]
 
 

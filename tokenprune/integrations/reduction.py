@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.plain_inputs import PlainInputs, check_finite, read_grid, read_tensor
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.settings.arguments import read_budgets, read_methods
+
+_MAX_POSITION = 2**62  # positions are int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,22 +87,23 @@ class ReducedImage:
             Position ids, shape (K,), or (axes, K) with a grid, int64.
 
         Raises:
-            OptionError: If the grid does not have `count` cells.
+            OptionError: If the grid does not have `count` cells, or `start` is not an int.
 
         Examples:
             >>> image = tokenprune.reduce(torch.eye(4), "uniform", keep=2, grid=(2, 2))
             >>> image.positions(start=5).tolist(), image.positions((1, 2, 2), start=5).tolist()
             ([7, 8], [[5, 5], [6, 6], [5, 6]])
         """
+        first = _read_position(start)
         if grid is None:
-            return self.kept + start
+            return self.kept + first
         sides = read_grid(grid)
         if math.prod(sides) != self.count:
             raise OptionError(f"grid={sides} does not have {self.count} cells. Pass (height, width) in tokens.")
         kept = read_tensor("kept", self.kept)
         height, width = sides[-2:]
         axes = [kept // (height * width), kept // width % height, kept % width]
-        positions = torch.stack(axes[3 - len(sides) :]) + start
+        positions = torch.stack(axes[3 - len(sides) :]) + first
         return positions if isinstance(self.kept, Tensor) else positions.numpy()
 
 
@@ -176,6 +180,16 @@ def reduce(
         result = dataclasses.replace(result, features=result.apply(image))
         reduced.append(result if isinstance(_first(features), Tensor) else result.to_arrays())
     return reduced[0] if is_single else reduced
+
+
+def _read_position(start: Any) -> int:
+    try:
+        first = operator.index(start)
+    except TypeError:
+        first = None
+    if first is None or isinstance(start, bool) or abs(first) >= _MAX_POSITION:
+        raise OptionError(f"start={start!r} must be an int, the position of the first row.")
+    return first
 
 
 _ARGUMENTS = ("keep", "grid", "frames", "question", "tower_attention", "tower_features", "observables", "seed")

@@ -9,6 +9,7 @@ The rest is arithmetic, tested against the real processors.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,9 +81,13 @@ def count_visual_tokens(processor: Any, height: int, width: int, *, images: int 
             f"cannot count the visual tokens of {type(processor).__name__}. "
             "Supported are, among others, Qwen2VLImageProcessor, LlavaNextImageProcessor and SmolVLMImageProcessor."
         )
+    try:
+        height, width, images = map(operator.index, (height, width, images))
+    except TypeError:
+        raise OptionError(f"height={height!r}, width={width!r} and images={images!r} must be ints.") from None
     if height < 1 or width < 1:
         raise OptionError(f"an image of {height} x {width} pixels is invalid: both sides must be at least 1 pixel")
-    return rule.count(SettingsReader(processor, images_kwargs), int(height), int(width), images)
+    return rule.count(SettingsReader(processor, images_kwargs), height, width, images)
 
 
 # -- Qwen2-VL, Qwen2.5-VL, Qwen3-VL

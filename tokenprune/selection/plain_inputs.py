@@ -84,6 +84,8 @@ class PlainInputs:
         Raises:
             OptionError: If the method reads an observable that is missing, or a shape is wrong.
         """
+        if not isinstance(observables, Mapping) or not all(isinstance(name, str) for name in observables):
+            raise OptionError("observables must be a dict of values by name. See available_observables().")
         for name, value in observables.items():
             value = {key: self._to_tensor(part) for key, part in value.items()} if isinstance(value, Mapping) else (
                 self._to_tensor(value)

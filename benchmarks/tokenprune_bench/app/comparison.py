@@ -19,6 +19,7 @@ from tokenprune_bench.profiling import timing
 from tokenprune_bench.profiling.kept_tokens import format_keep
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import patched_by
+from tokenprune_bench.profiling.photo import Photo
 from tokenprune_bench.show import contact_sheet, side_by_side
 
 REPEATS = 3  # timed runs, unpatched and patched
@@ -36,14 +37,16 @@ class PagePrompt:
         right: Correct answer, or None if unknown.
         example: Number of the example, or None for a user's file.
         note: Note about frames that were left out.
+        max_visual_tokens: Maximum number of visual tokens per image before the methods, or None.
     """
 
-    images: Sequence[Image.Image]
+    images: Sequence[Image.Image | Photo]
     question: str
     methods: tuple[str, ...]
     right: str | None = None
     example: int | None = None
     note: str | None = None
+    max_visual_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,17 +110,17 @@ class Comparison:
         return all(result.ttft for result in self.asked)
 
 
-def parse_setting(text: str, keep: float) -> Setting:
+def parse_setting(text: str, keep: float, max_visual_tokens: int | None = None) -> Setting:
     """Parse a setting from a page or its address.
 
     Raises:
-        OptionError: If the text is too long or names a local file.
+        OptionError: If the text is too long or names a local file, or a method also resizes images.
         UnknownMethodError: If a method is not known.
         BudgetError: If the keep is not valid.
     """
     if len(text) > LONGEST:
         raise OptionError(f"The setting has {len(text)} characters. The maximum is {LONGEST}.")
-    setting = Setting.from_text(text, keep)
+    setting = replace(Setting.from_text(text, keep), max_visual_tokens=max_visual_tokens)
     if files := setting.files:
         raise OptionError(f"The page does not open files ({', '.join(files)}). Use Python instead.")
     setting.validate().steps()
@@ -139,7 +142,7 @@ def parse_settings(prompt: PagePrompt, keep: float) -> list[Setting]:
         raise OptionError(f"The question has {len(prompt.question)} characters. The maximum is {LONGEST}.")
     if not prompt.methods:
         raise OptionError("The method is missing. Choose a method.")
-    return [parse_setting(text, keep) for text in prompt.methods]
+    return [parse_setting(text, keep, prompt.max_visual_tokens) for text in prompt.methods]
 
 
 def compare_in_stages(

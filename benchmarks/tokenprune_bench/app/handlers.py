@@ -6,6 +6,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,8 @@ _ABOUT = (
 class Handlers:
     """Event handlers of one page. Each visitor has a session, and all share the model and its lock."""
 
-    def __init__(self, loading: Loading, examples: Examples) -> None:
-        self.loading, self.examples = loading, examples
+    def __init__(self, loading: Loading, examples: Examples, max_visual_tokens: int | None = None) -> None:
+        self.loading, self.examples, self.max_visual_tokens = loading, examples, max_visual_tokens
 
     def wait(self) -> str:
         """Wait for the model and return the header of the page. `load_page` reads the inputs afterwards."""
@@ -141,21 +142,23 @@ class Handlers:
     def _prompt(self, subject: Model, file: str | None, question: str, methods: tuple[str, ...]) -> PagePrompt:
         """Return the prompt, with as many frames of a video as fit the model's context."""
         from tokenprune_bench.app.comparison import PagePrompt, parse_settings
-        from tokenprune_bench.show import contact_sheet
+        from tokenprune_bench.show import contact_sheet, layout
 
-        read = partial(read_frames, [Path(file)] if file else [])
+        # With a budget, JPEG files are decoded at the scale that the processor needs.
+        find_largest = None if self.max_visual_tokens is None else layout.find_largest
+        read = partial(read_frames, [Path(file)] if file else [], find_largest=find_largest)
         frames = read(FRAMES)
         right, example = (
             (self.examples.find_answer(file, question), self.examples.find_number(file)) if file else (None, None)
         )
-        prompt = PagePrompt(frames, question, methods, right, example)
+        prompt = PagePrompt(frames, question, methods, right, example, max_visual_tokens=self.max_visual_tokens)
         settings = parse_settings(prompt, KEEP)
         if len(frames) == 1:
             return prompt
         if not contact_sheet.takes_video(subject):
             raise OptionError(f"{subject.name} does not support videos. Drop an image, or pass another --model.")
         frames, note = contact_sheet.fit_frames(subject, read, FRAMES, question, settings[0])
-        return PagePrompt(frames, question, methods, right, example, note)
+        return replace(prompt, images=frames, note=note)
 
     def move_slider(
         self, session: AppSession, file: str | None, question: str, first: str | None, second: str | None, keep: float

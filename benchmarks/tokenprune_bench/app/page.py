@@ -22,15 +22,16 @@ _HERE = Path(__file__).parent
 _MORE_METHODS = "A method can have options (<code>dart:pivot_text=0</code>) and be combined (<code>tome+fastv</code>)."
 
 
-def build(loading: Loading, folder: Path) -> gr.Blocks:
+def build(loading: Loading, folder: Path, max_visual_tokens: int | None = None) -> gr.Blocks:
     """Return the page for a model that may still be loading. `launch` opens it.
 
     Args:
         loading: The model.
         folder: Folder for files of the page.
+        max_visual_tokens: Maximum number of visual tokens per image before the methods. None: no limit.
     """
     examples = Examples.load(loading.name, folder)
-    do = Handlers(loading, examples)
+    do = Handlers(loading, examples, max_visual_tokens)
     with gr.Blocks(title="tokenprune", analytics_enabled=False) as page:
         session, about = gr.State(AppSession()), gr.Markdown(title(f"`{loading.name}` is loading …"))
         with gr.Row():

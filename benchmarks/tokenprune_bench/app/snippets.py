@@ -39,6 +39,7 @@ def vllm(setting: Setting) -> str:
 
 def bench(setting: Setting, model: str) -> str:
     """Return the command that measures the setting. `model` is a value of `--model`."""
-    return shlex.join(
-        ["tokenprune", "bench", "--model", model, "--methods", setting.to_text(), "--keep", repr(setting.keep)]
-    )
+    options = ["--model", model, "--methods", setting.to_text(), "--keep", repr(setting.keep)]
+    if (limit := setting.max_visual_tokens) is not None:  # `tokenprune bench` does not have this option
+        return shlex.join(["tokenprune", "profile", *options, "--max-visual-tokens", str(limit)])
+    return shlex.join(["tokenprune", "bench", *options])

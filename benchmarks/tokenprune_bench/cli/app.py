@@ -9,7 +9,7 @@ import typer
 
 from tokenprune.cli.common import ModelOption, get_console
 from tokenprune.errors import TokenPruneError
-from tokenprune_bench.cli.common import DeviceOption, DtypeOption, ThreadsOption, load_model
+from tokenprune_bench.cli.common import DeviceOption, DtypeOption, MostOption, ThreadsOption, load_model
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -23,6 +23,7 @@ def app(
         str, typer.Option(help="Address to listen on. Other than localhost, the page is open to the network.")
     ] = LOCAL[0],
     port: Annotated[int, typer.Option(min=1, max=65535, help="A free port.")] = 7860,
+    max_visual_tokens: MostOption = None,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
     """Open a page in the browser to compare methods on your images."""
@@ -34,7 +35,7 @@ def app(
             from tokenprune_bench.app.page import build, launch
         except ImportError as error:
             raise TokenPruneError(f"the app needs gradio ({error}): pip install 'tokenprune-bench[app]'") from error
-        page = build(loading, folder)
+        page = build(loading, folder, max_visual_tokens)
         launch(page, host, port, open_, block=False)  # before the model, which loads slowly
         try:
             console.print(f"http://{host}:{port} (Ctrl+C stops it)", markup=False, highlight=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,7 @@ from tokenprune_bench.cli.common import (
     QUESTION,
     DetailsOption,
     DeviceOption,
+    MostOption,
     ThreadsOption,
     load_model,
     print_one_table,
@@ -58,6 +60,7 @@ def show(
         Path | None, typer.Option(help="The file to write; default: tokenprune.png, or tokenprune.gif.")
     ] = None,
     frames: Annotated[int, typer.Option(min=1, help="Frames of a video to take, evenly chosen.")] = 8,
+    max_visual_tokens: MostOption = None,
     model: ModelOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
@@ -69,23 +72,26 @@ def show(
     printed below.
     """
     from tokenprune_bench.profiling.media import read_frames
-    from tokenprune_bench.show import animation, contact_sheet, side_by_side
+    from tokenprune_bench.profiling.patched import has_limit
+    from tokenprune_bench.show import animation, contact_sheet, layout, side_by_side
 
-    settings = read_specs(methods)
+    settings = [replace(setting, max_visual_tokens=max_visual_tokens) for setting in read_specs(methods)]
     if not settings:
         raise OptionError("--methods names none: see `tokenprune methods`")
     keeps = read_keeps(keep or (animation.KEEPS if gif == animation.KEEP else "0.25"), single=gif is None)
     requested = [setting.with_keep(share) for share in keeps for setting in settings]
     for setting in requested:
         setting.validate().steps()
-    # Raise for unreadable files before the model is loaded.
-    num_frames = len(read_frames(files, min(2, frames)))
+    # With a budget, JPEG files are decoded at the scale that the processor needs.
+    find_largest = layout.find_largest if all(map(has_limit, requested)) else None
+    read = partial(read_frames, files, find_largest=find_largest)
+    num_frames = len(read(min(2, frames)))  # raises for unreadable files before the model is loaded
     if gif is not None:
         animation.check_kind(gif, keeps, num_frames)
     out = out or Path("tokenprune.png" if gif is None else "tokenprune.gif")
     _check_out(out, gif is not None)
     subject = load_model(model, device, threads, suffix="")
-    images, left_out = contact_sheet.fit_frames(subject, partial(read_frames, files), frames, question, requested[0])
+    images, left_out = contact_sheet.fit_frames(subject, read, frames, question, requested[0])
     with show_progress(lines=False) as step:
         shown = side_by_side.show(subject, images, question, requested, scores, step)
     if gif is not None:

@@ -21,7 +21,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
 import tokenprune
-from tokenprune.errors import TokenPruneError
+from tokenprune.errors import MissingPackageError, OptionError, TokenPruneError
+from tokenprune_bench.profiling.photo import FindLargest, Photo
 
 _UNKNOWN = "Pillow does not know its format"
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|data:", re.IGNORECASE)
@@ -99,6 +100,19 @@ def read_image(source: Source, processor: Any = None) -> Image.Image:
     return tokenprune.load_image(data, processor=processor)
 
 
+def read_jpeg(source: Source) -> bytes | None:
+    """Return the content of a JPEG file, or None for an image of another format.
+
+    Raises:
+        RowError: If the file cannot be read.
+    """
+    data = source.read()
+    with _reading(source.name, "image"), Image.open(_opened(data)) as image:
+        if not isinstance(image, JpegImageFile):
+            return None
+        return data if isinstance(data, bytes) else data.read_bytes()
+
+
 def _has_limit(processor: Any) -> bool:
     """Return whether a processor is patched with a number of tokens."""
     if processor is None:
@@ -155,10 +169,17 @@ def check_sizes(frames: Sequence[Image.Image]) -> None:
         raise RowError(f"its frames have several sizes, such as {a} x {b} and {c} x {d}; resize them to one size")
 
 
-def read_frames(paths: Sequence[Path], max_frames: int) -> list[Image.Image]:
+def read_frames(
+    paths: Sequence[Path], max_frames: int, find_largest: FindLargest | None = None
+) -> Sequence[Image.Image | Photo]:
     """Return at most `max_frames` evenly spaced frames of one video or several images.
 
     The images of a folder are sorted by name, with numbers compared as numbers (frame 9 before frame 10).
+
+    Args:
+        paths: Images, folders of images, or a video.
+        max_frames: Maximum number of frames.
+        find_largest: Return JPEG files as `Photo`, see `Photo.open`. None: decode them completely.
 
     Raises:
         TokenPruneError: If a file cannot be read.
@@ -166,9 +187,12 @@ def read_frames(paths: Sequence[Path], max_frames: int) -> list[Image.Image]:
     try:
         files = [file for path in paths for file in (_inside(path) if path.is_dir() else [path])]
         if len(files) == 1:
+            if (photo := _open_photo(files[0], find_largest)) is not None:
+                return [photo]
             with _reading(str(files[0]), "image or video"):
                 return _frames(files[0], max_frames)
-        return [_first(files[index]) for index in _evenly(len(files), max_frames)]
+        chosen = [files[index] for index in _evenly(len(files), max_frames)]
+        return [_open_photo(file, find_largest) or _first(file) for file in chosen]
     except RowError as error:
         raise TokenPruneError(str(error)) from error
 
@@ -181,43 +205,22 @@ def _frames(data: Path | bytes, max_frames: int) -> list[Image.Image]:
         with Image.open(_opened(data)) as image:
             # Pillow detects an MPEG stream but cannot decode it.
             if image.format != "MPEG":
-                return [_read_frame(image, index) for index in _evenly(getattr(image, "n_frames", 1), max_frames)]
+                # Further images of an MPO file are previews or a depth map.
+                num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+                return [_read_frame(image, index) for index in _evenly(num_frames, max_frames)]
     except UnidentifiedImageError:
         pass
-    return _decoded(data, max_frames)
+    return _decode_video(data, max_frames)
 
 
-def _decoded(data: Path | bytes, max_frames: int) -> list[Image.Image]:
+def _decode_video(data: Path | bytes, max_frames: int) -> list[Image.Image]:
     try:
-        import av
-    except ImportError as error:
+        return tokenprune.load_video(data, num_frames=max_frames)
+    except MissingPackageError as error:
         raise RowError(f"{_UNKNOWN}; for a video, pip install av (PyAV), or use a GIF or a folder of frames") from error
-    with _video(av, data) as video:
-        stream = video.streams.video[0]
-        # Some containers do not store the number of frames.
-        count = sum(packet.size > 0 for packet in video.demux(stream))
-        if count < stream.frames:
-            raise RowError(f"it is truncated: it has {count} of {stream.frames} frames")
-    while count:
-        indices, num_decoded = _evenly(count, max_frames), 0
-        frames: list[Image.Image] = []
-        with _video(av, data) as video:
-            for num_decoded, frame in enumerate(video.decode(video=0), 1):
-                if num_decoded - 1 == indices[len(frames)]:
-                    # Phones store videos in the orientation of the sensor, with a rotation to apply.
-                    frames.append(frame.to_image().rotate(frame.rotation, expand=True))
-                if len(frames) == len(indices):
-                    return frames
-        count = num_decoded  # not every packet is a frame: select the frames again
-    raise RowError("it is empty")
-
-
-def _video(av: Any, data: Path | bytes) -> Any:
-    video = av.open(str(data) if isinstance(data, Path) else io.BytesIO(data))
-    if video.streams.video:
-        return video
-    video.close()
-    raise RowError("it lacks images, or is truncated")
+    except OptionError as error:
+        cause = error.__cause__  # the error of the decoder, without the name of the file
+        raise RowError(_reason(cause if isinstance(cause, Exception) else error)) from error
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -242,6 +245,11 @@ def _numbered(file: Path) -> list[tuple[int, str]]:
 
 def _first(file: Path) -> Image.Image:
     return read_image(Source(file.name, 0, lambda: file))
+
+
+def _open_photo(file: Path, find_largest: FindLargest | None) -> Photo | None:
+    with _reading(str(file), "image"):
+        return None if find_largest is None else Photo.open(file, find_largest)
 
 
 def _read_frame(image: Image.Image, index: int) -> Image.Image:

@@ -56,6 +56,11 @@ def get_methods(setting: Setting | None) -> list[Method]:
     return [] if setting is None or is_escalation(setting) else setting.methods
 
 
+def has_limit(setting: Setting) -> bool:
+    """Return True if a setting limits the tokens of an image by its pixels, as `max_visual_tokens` does."""
+    return not is_escalation(setting) and setting.pixel_budget.tokens is not None
+
+
 def build_escalation(keep: float | int) -> Setting:
     """Return the setting for two passes. It is for benchmarks only; `patch` does not accept it."""
     return Setting((ESCALATE,), ({},), keep)

@@ -20,6 +20,7 @@ from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import patched_by
+from tokenprune_bench.profiling.photo import Photo, get_picture, load_for
 from tokenprune_bench.show import draw
 from tokenprune_bench.show.grids import Grid, get_grids
 from tokenprune_bench.show.token_scores import align_scores, record_scores
@@ -28,8 +29,12 @@ _GAP = 6  # pixels between frames
 
 
 def fit_frames(
-    subject: Model, read: Callable[[int], list[Image.Image]], max_frames: int, question: str, setting: Setting
-) -> tuple[list[Image.Image], str | None]:
+    subject: Model,
+    read: Callable[[int], Sequence[Image.Image | Photo]],
+    max_frames: int,
+    question: str,
+    setting: Setting,
+) -> tuple[Sequence[Image.Image | Photo], str | None]:
     """Read as many frames as fit the model's context with the question and the answer.
 
     Args:
@@ -158,16 +163,17 @@ def look(
 
 
 def build_inputs(
-    subject: Model, frames: Sequence[Image.Image], question: str, video: bool, labels: Sequence[str] = ()
+    subject: Model, frames: Sequence[Image.Image | Photo], question: str, video: bool, labels: Sequence[str] = ()
 ) -> dict[str, Any]:
+    images = [load_for(frame, subject.processor) for frame in frames]
     if video:
-        return subject.video_inputs(frames, question)
-    return subject.inputs([list(frames)], [question], [labels] if labels else ())
+        return subject.video_inputs(images, question)
+    return subject.inputs([images], [question], [labels] if labels else ())
 
 
 def view_prompt(
     subject: Model,
-    frames: Sequence[Image.Image],
+    frames: Sequence[Image.Image | Photo],
     question: str,
     setting: Setting,
     video: bool,
@@ -175,7 +181,7 @@ def view_prompt(
 ) -> PromptView:
     with patched_by(subject, setting, video, record=True), record_scores(subject.model) as recorded:
         inputs = build_inputs(subject, frames, question, video, labels)
-        shown, grids = seen_frames(subject, inputs, frames, video)
+        shown, grids = seen_frames(subject, inputs, [get_picture(frame) for frame in frames], video)
         (answer,) = subject.generate(inputs)
         stats = stats_of(subject.model)
     kept, groups = draw.patches(subject, inputs, stats)

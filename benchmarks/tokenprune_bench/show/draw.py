@@ -19,6 +19,7 @@ from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import is_escalation
+from tokenprune_bench.profiling.photo import Photo
 from tokenprune_bench.two_pass import ESCALATE
 
 CELL = 32  # pixels of a patch in the drawing
@@ -193,7 +194,17 @@ def seen_part(subject: Model, image: Image.Image) -> Image.Image | None:
     return box and image.convert("RGB").crop(box)
 
 
-def describe_crop(image: Image.Image, box: tuple[int, int, int, int] | None) -> str:
+def scale_box(
+    box: tuple[int, int, int, int] | None, size: tuple[int, int], new_size: tuple[int, int]
+) -> tuple[int, int, int, int] | None:
+    """Return a box of an image of `size`, (width, height), as a box of the same image of `new_size`."""
+    if box is None or size == new_size:
+        return box
+    left, top, right, bottom = (round(edge * new_size[axis % 2] / size[axis % 2]) for axis, edge in enumerate(box))
+    return left, top, right, bottom
+
+
+def describe_crop(image: Image.Image | Photo, box: tuple[int, int, int, int] | None) -> str:
     """Describe the part of an image that the model does not see. "" if it sees the whole image or `box` is None."""
     if box is None:
         return ""

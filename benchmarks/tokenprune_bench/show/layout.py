@@ -59,10 +59,7 @@ class Panel:
 
     def rows(self, width: int) -> int:
         """Return the number of rows into which a wide image is cut, so that each row is high enough to see."""
-        height = width * self.shape
-        if self.frames > 1 or height >= _ROW:
-            return 1
-        return max(1, min(math.ceil(_ROW / height), math.isqrt(int(TALLEST / height))))
+        return 1 if self.frames > 1 else _count_rows(width * self.shape)
 
     def wrapped(self, width: int, per_line: int) -> Image.Image:
         """Return the frames as one image. Wide images are cut into rows.
@@ -79,6 +76,23 @@ class Panel:
     def select_frame(self, index: int) -> Panel:
         """Return the panel with only one frame."""
         return replace(self, frames=1, draw=lambda width: [self.drawn(width)[min(index, self.frames - 1)]])
+
+
+def find_largest(size: tuple[int, int]) -> tuple[int, int]:
+    """Return the (width, height) of the largest drawing of an image on a sheet.
+
+    Args:
+        size: Width and height of the image.
+    """
+    width, height = size
+    columns = WIDTH * _count_rows(WIDTH * height / width)
+    scale = min(1.0, columns / width, TALLEST / height)
+    return max(1, round(scale * width)), max(1, round(scale * height))
+
+
+def _count_rows(height: float) -> int:
+    """Return the number of rows into which a drawing of this height is cut."""
+    return 1 if height >= _ROW else max(1, min(math.ceil(_ROW / height), math.isqrt(int(TALLEST / height))))
 
 
 def columns(count: int, ratio: float, width: int = WIDTH, max_columns: int = _ACROSS) -> int:

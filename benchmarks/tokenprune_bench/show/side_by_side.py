@@ -13,9 +13,11 @@ from PIL import Image
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.methods import DEFAULT_METHOD
 from tokenprune.settings import Setting
+from tokenprune.settings.keys import LIMIT
 from tokenprune.settings.one_line import split_methods
 from tokenprune_bench.profiling.kept_tokens import format_keep
 from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.profiling.photo import Photo, get_picture
 from tokenprune_bench.show import contact_sheet, draw, layout
 from tokenprune_bench.show.contact_sheet import PromptView
 from tokenprune_bench.show.layout import Panel
@@ -111,7 +113,7 @@ class Shown:
 
 def show(
     subject: Model,
-    images: Sequence[Image.Image],
+    images: Sequence[Image.Image | Photo],
     question: str,
     settings: Sequence[Setting | Mapping[str, Any]],
     scores: bool = False,
@@ -122,7 +124,8 @@ def show(
     Args:
         subject: The model.
         images: One image, the frames of a video, or several images of one prompt. Models with video input get several
-            images as a video, unless the method runs on pixels.
+            images as a video, unless the method runs on pixels. A `Photo` is decoded at the scale that each setting
+            needs.
         question: The question.
         settings: Settings as for `patch(config=...)`, each with one keep for all methods.
         scores: Also draw maps of scores, for methods that rank tokens.
@@ -143,14 +146,18 @@ def show(
     (before,) = subject.generate(full)
     tokens = subject.visual_tokens(full)
     single, several = len(images) == 1, len(parsed) > 1 or scores
-    views = [image.convert("RGB") for image in images]
+    views = [get_picture(image).convert("RGB") for image in images]
     notes: list[str] = []
     cropped = None
     if not any(videos):
         boxes = [draw.seen_box(subject, image) for image in views]
-        notes += list(dict.fromkeys(filter(None, map(draw.describe_crop, views, boxes))))
-        pairs = zip(views, boxes, strict=True)
-        cropped = next((draw.boxed(image, box) for image, box in pairs if box and draw.describe_crop(image, box)), None)
+        crops = [
+            draw.describe_crop(image, draw.scale_box(box, view.size, image.size))
+            for image, view, box in zip(images, views, boxes, strict=True)
+        ]
+        notes += list(dict.fromkeys(filter(None, crops)))
+        triples = zip(views, boxes, crops, strict=True)
+        cropped = next((draw.boxed(image, box) for image, box, crop in triples if box and crop), None)
         views = [image.crop(box) if box else image for image, box in zip(views, boxes, strict=True)]
     panels: list[Panel] = []
     shown: list[PromptView] = []
@@ -174,7 +181,10 @@ def show(
         elif scores and seen.scores is not None:
             heated, scale = _heat(seen), ("ranks, from dark (low) to yellow (high)",)
             panels.append(_panel(_strip(heated(sizes)), f"{name}: scores", scale, seen.frames, heated, scores=True))
-    caption = subject.name, f"Q: {question}", *(note for note in notes if note.startswith(draw.CROPS))
+    limits = {setting.max_visual_tokens for setting in parsed if setting.max_visual_tokens is not None}
+    notes += [f"{LIMIT}={limit}: the methods get at most {limit} tokens of an image" for limit in limits]
+    shown_notes = (note for note in notes if note.startswith((draw.CROPS, LIMIT)))
+    caption = subject.name, f"Q: {question}", *shown_notes
     return Shown(caption, panels, shown, before, tokens, tuple(notes), cropped)
 
 

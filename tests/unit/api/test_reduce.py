@@ -332,6 +332,19 @@ REFUSALS = {
         "tokens per image",
     ),
     "text": (lambda: tokenprune.reduce("photo.jpg"), OptionError, "must be a tensor or a numpy array, not str"),
+    "observables": (
+        lambda: tokenprune.reduce(torch.ones(4, 2), observables=5), OptionError, "must be a dict of values by name",
+    ),
+    "a number as observable": (
+        lambda: tokenprune.reduce(torch.ones(4, 2), observables={5: 1}), OptionError, "must be a dict of values",
+    ),
+    **{
+        f"{start!r} as start": (
+            lambda start=start, grid=grid: tokenprune.reduce(torch.ones(4, 2), keep=2).positions(grid, start=start),
+            OptionError, "must be an int, the position of the first row",
+        )
+        for start, grid in (("a", None), ("b", (2, 2)), (None, None), (1.5, (2, 2)), (True, None), (2**70, None))
+    },
     "option": (lambda: tokenprune.reduce(torch.ones(4, 2), centre=True), OptionError, "did you mean 'center'"),
 }  # fmt: skip
 

@@ -12,22 +12,26 @@ import signal
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
 import tokenprune
+from decoded_sizes import record_decodes
+from processors import photo
 from tests.unit.api.test_cli import refused
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.settings import Setting
 from tokenprune_bench.app import render, snippets
-from tokenprune_bench.app.comparison import PagePrompt, compare_in_stages, draw_kept, parse_setting
+from tokenprune_bench.app.comparison import PagePrompt, compare_in_stages, draw_kept, parse_setting, parse_settings
 from tokenprune_bench.app.loading import Loading, use_temp_folder
 from tokenprune_bench.app.session import AppSession, Superseded
 from tokenprune_bench.app.snippets import LONGEST
+from tokenprune_bench.profiling.media import read_frames
 from tokenprune_bench.profiling.model import Model, load_model
-from tokenprune_bench.show import side_by_side
+from tokenprune_bench.show import layout, side_by_side
 from tokenprune_demo.drawn_sets import draw_set
 from tokenprune_demo.heldout import load_heldout
 
@@ -148,6 +152,33 @@ def test_what_is_copied_does_what_was_shown() -> None:
     assert snippets.bench(Setting.from_text("divprune+fastv:layer=3", 0.25), "demo_qwen") == (
         "tokenprune bench --model demo_qwen --methods divprune+fastv:layer=3 --keep 0.25"
     )
+
+
+def test_a_budget_before_pixels_decodes_a_photograph_small(
+    subject: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = record_decodes(monkeypatch)
+    path = tmp_path / "a.jpg"
+    photo(2400, 3200).save(path, quality=92)
+    (image,) = read_frames([path], 1, layout.find_largest)
+    prompt = PagePrompt([image], "what is it?", ("divprune", "fastv"), max_visual_tokens=64)
+    settings = parse_settings(prompt, 0.25)
+    drawing = draw_kept(subject, prompt, settings)
+    assert decoded and max(map(max, decoded)) <= 1600
+    assert [result.kept for result in drawing.asked] == [16, 16] and drawing.tokens > 1000
+    assert drawing.notes == ("max_visual_tokens=64: the methods get at most 64 tokens of an image",)
+    whole = draw_kept(subject, replace(prompt, images=[Image.open(path).convert("RGB")]), settings)
+    assert [result.kept for result in whole.asked] == [16, 16] and whole.tokens == drawing.tokens
+    for one, other in zip(drawing.asked, whole.asked, strict=True):
+        sizes = [Image.open(io.BytesIO(result.drawing)).size for result in (one, other)]
+        assert sizes[0] == sizes[1]
+    code = snippets.python(*settings), snippets.vllm(settings[0]), snippets.bench(settings[0], "demo_qwen")
+    assert "'max_visual_tokens': 64" in code[0] and '"max_visual_tokens": 64' in code[1]
+    assert code[2] == "tokenprune profile --model demo_qwen --methods divprune --keep 0.25 --max-visual-tokens 64"
+    with pytest.raises(OptionError, match="resizes images"):
+        parse_settings(replace(prompt, methods=("dynres",)), 0.25)
+    with pytest.raises(OptionError, match="already means downsample"):
+        parse_settings(replace(prompt, methods=("downsample",)), 0.25)
 
 
 def test_who_waits_for_a_model_gets_it_or_hears_why() -> None:

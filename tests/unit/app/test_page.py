@@ -27,6 +27,7 @@ from tokenprune_bench.app.loading import Loading, use_temp_folder
 from tokenprune_bench.app.page import build, launch
 from tokenprune_bench.app.session import AppSession
 from tokenprune_bench.profiling.model import Model, load_model
+from tokenprune_bench.profiling.photo import Photo
 from tokenprune_demo.heldout import load_heldout
 
 PATIENCE = 120_000  # milliseconds
@@ -228,6 +229,17 @@ def test_a_request_that_is_not_wanted_leaves_the_page_as_it_is(subject: Model) -
     loading.set_model(subject)
     assert list(asking) == [[gr.skip()] * 6] and session.comparisons == {}
     assert not loading.lock.locked()
+
+
+def test_a_page_with_a_budget_decodes_photographs_small(subject: Model, tmp_path: Path) -> None:
+    loading, session = Loading("demo_qwen"), AppSession()
+    loading.set_model(subject)
+    Image.new("RGB", (2000, 1500), "red").save(tmp_path / "a.jpg")
+    do = Handlers(loading, Examples(), max_visual_tokens=64)
+    head, *_ = next(do.compare(session, str(tmp_path / "a.jpg"), "what?", "divprune", "", 0.25))
+    (image,) = session.prompt.images
+    assert isinstance(image, Photo) and image.size == (2000, 1500) and image.picture.width < 2000
+    assert "max_visual_tokens=64" in head and session.comparisons[0.25].asked[0].kept == 16
 
 
 def test_the_slider_waits_for_no_model() -> None:

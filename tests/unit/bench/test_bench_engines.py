@@ -4,6 +4,7 @@ protocol. tests/vllm/ tests the actual engine and server."""
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import sys
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner, Result
 
 from each import each
@@ -210,6 +212,8 @@ def test_a_request_names_all_options_of_a_setting() -> None:
     assert build_request(one_pass.setting) == {"method": "random", "keep": 0.5, "seed": 2}
     assert build({"method": "vscan", "keep": 64})["stage2"] is True
     assert "thresholds" not in build({"method": "dymu", "keep": 0.5})  # a file, which requests cannot reference
+    limit, pool = {"max_visual_tokens": 64}, {"method": "pool", "keep": 0.5}
+    assert build(limit) == limit and build(limit | pool) == limit | build(pool)
     stack = {"method": [{"method": "random", "seed": 2}, "pool"], "keep": [0.5, 0.25], "per": "frame"}
     assert build(stack) == {**stack, "method": [{"method": "random", "seed": 2}, build({"method": "pool"})]}
 
@@ -308,6 +312,34 @@ def test_a_server_is_asked(server: Pretender, tmp_path: Path) -> None:
         assert len(salts) == len(timed)
     config = (tmp_path / "run" / "config.json").read_text()
     assert "127.0.0.1" not in config and '"vllm": "9.9"' in config
+
+
+def test_jpeg_files_are_sent_as_they_are(server: Pretender, tmp_path: Path) -> None:
+    """So that their decoding counts, at the scale that the setting needs. Timed requests differ after the image."""
+    from tokenprune_bench.data import load_data
+    from tokenprune_bench.vllm_server import ServerEngine
+
+    for name in ("a.jpg", "a.png"):
+        Image.new("RGB", (64, 48), "red").save(tmp_path / name)
+    rows = [{"image": name, "question": "what?", "answer": "cat"} for name in ("a.jpg", "a.png")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    engine = ServerEngine(server.url)
+    backend, questions = VllmBackend(engine, "", 4), load_data(tmp_path / "rows.jsonl").questions
+    setting = Setting.from_json({"max_visual_tokens": 64})
+    with backend.answering(setting) as answer:
+        answer(0, questions)
+    backend.timing(setting, questions[0], 1)
+    engine.close()
+    first, second, *timed = server.chats
+    assert first["mm_processor_kwargs"] == {"tokenprune": {"max_visual_tokens": 64}}
+    urls = [
+        [chat["messages"][0]["content"][0]["image_url"]["url"] for chat in chats] for chats in ((first, second), timed)
+    ]
+    content = {kind: data for kind, _, data in (url.partition(";base64,") for url in urls[0])}
+    assert base64.b64decode(content["data:image/jpeg"]) == (tmp_path / "a.jpg").read_bytes()
+    assert set(content) == {"data:image/jpeg", "data:image/png"} and len(set(urls[1])) == len(urls[1]) >= 4
+    with Image.open(io.BytesIO(base64.b64decode(urls[1][0].partition(",")[2]))) as image:
+        assert image.convert("RGB").getpixel((5, 5))[0] > 200
 
 
 def test_questions_of_a_batch_are_asked_at_once(server: Pretender) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from tokenprune_bench.profiling import media
 from tokenprune_bench.profiling.media import RowError, read_frames, read_image, read_video
 from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.profiling.patched import patched_by
+from video_files import CONTAINERS, FRAGMENTS, import_av, turn_clockwise, write_sound, write_video
 
 RED, BLUE = (250, 10, 10), (10, 10, 250)
 
@@ -213,25 +213,12 @@ def test_frames_of_several_sizes_are_no_video_for_a_model() -> None:
 # -- videos -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def av() -> Any:
-    return pytest.importorskip("av", reason="needs PyAV")
-
-
-def write_video(av: Any, path: Path, frames: int = 20, options: dict[str, str] | None = None) -> Path:
+def write(path: Path, frames: int = 20, container: dict[str, str] | None = None) -> Path:
     """A video whose frame i is grey 10 i, with a blue corner at the top left."""
-    with av.open(str(path), "w", options=options or {}) as video:
-        codec = {".avi": "mpeg4", ".m1v": "mpeg1video"}.get(path.suffix, "libx264")
-        stream = video.add_stream(codec, rate=25)
-        stream.width, stream.height, stream.pix_fmt, stream.options = 48, 32, "yuv420p", {"g": "5", "crf": "10"}
-        video.start_encoding()
-        for index in range(frames):
-            image = Image.new("RGB", (48, 32), (10 * index,) * 3)
-            image.paste(BLUE, (0, 0, 16, 16))
-            video.mux(stream.encode(av.VideoFrame.from_image(image)))
-        if frames:
-            video.mux(stream.encode())
-    return path
+    images = [Image.new("RGB", (48, 32), (10 * index,) * 3) for index in range(frames)]
+    for image in images:
+        image.paste(BLUE, (0, 0, 16, 16))
+    return write_video(path, images, (48, 32), container)
 
 
 def shades(frames: list[Image.Image]) -> list[int]:
@@ -239,15 +226,9 @@ def shades(frames: list[Image.Image]) -> list[int]:
     return [round(frame.getpixel((40, 24))[0] / 10) for frame in frames]
 
 
-FRAGMENTS = {"movflags": "frag_keyframe+empty_moov"}  # such a file does not say how many frames it has
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("a.mp4", None), ("cut.mp4", FRAGMENTS), ("a.mkv", None), ("a.ts", None), ("a.avi", None), ("a.m1v", None)],
-)
-def test_frames_of_a_video_are_evenly_chosen(av: Any, name: str, options: Any, tmp_path: Path) -> None:
-    path = write_video(av, tmp_path / name, options=options)
+@pytest.mark.parametrize(("name", "container"), CONTAINERS)
+def test_frames_of_a_video_are_evenly_chosen(name: str, container: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / name, container=container)
     video = read_video(source(path), 4)
     assert shades(video) == [2, 7, 12, 17]
     assert video[0].size == (48, 32) and near(video[0], (4, 4), BLUE)
@@ -257,20 +238,17 @@ def test_frames_of_a_video_are_evenly_chosen(av: Any, name: str, options: Any, t
     assert shades(read_frames([path], 2)) == [5, 15]
 
 
-def test_a_video_of_a_phone_is_turned_upright(av: Any, tmp_path: Path) -> None:
-    path = write_video(av, tmp_path / "a.mp4")
-    data, (one, whole) = bytearray(path.read_bytes()), (1 << 16, 1 << 30)
-    # The track's matrix: as it lies, and turned clockwise by a quarter.
-    start = data.index(struct.pack(">9i", one, 0, 0, 0, one, 0, 0, 0, whole), data.index(b"tkhd"))
-    data[start : start + 36] = struct.pack(">9i", 0, one, 0, -one, 0, 0, 0, 0, whole)
-    path.write_bytes(data)
+def test_a_video_of_a_phone_is_turned_upright(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.mp4")
+    path.write_bytes(turn_clockwise(path.read_bytes()))
     (frame,) = read_video(source(path), 1)
     assert frame.size == (32, 48)
     assert near(frame, (28, 4), BLUE) and not near(frame, (4, 4), BLUE) and not near(frame, (28, 44), BLUE)
 
 
-def test_more_packets_than_frames_are_no_matter(av: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, opened = write_video(av, tmp_path / "a.mkv"), media._video
+def test_more_packets_than_frames_are_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, av = write(tmp_path / "a.mkv"), import_av()
+    opened = av.open
 
     class Video:
         """Counts twice as many packets as there are, as old codecs may."""
@@ -290,33 +268,28 @@ def test_more_packets_than_frames_are_no_matter(av: Any, tmp_path: Path, monkeyp
         def demux(self, stream: Any) -> list[Any]:
             return 2 * list(self.video.demux(stream))
 
-    monkeypatch.setattr(media, "_video", lambda *given: Video(opened(*given)))
+    monkeypatch.setattr(av, "open", lambda *given, **options: Video(opened(*given, **options)))
     assert shades(read_video(source(path), 4)) == [2, 7, 12, 17]
 
 
-def test_videos_that_cannot_be_read_are_bad_rows(av: Any, tmp_path: Path) -> None:
-    whole = write_video(av, tmp_path / "a.mp4").read_bytes()
-    front = write_video(av, tmp_path / "front.mp4", options={"movflags": "faststart"}).read_bytes()
-    write_video(av, tmp_path / "none.mp4", frames=0, options=FRAGMENTS)
+def test_videos_that_cannot_be_read_are_bad_rows(tmp_path: Path) -> None:
+    whole = write(tmp_path / "a.mp4").read_bytes()
+    front = write(tmp_path / "front.mp4", container={"movflags": "faststart"}).read_bytes()
+    write(tmp_path / "none.mp4", frames=0, container=FRAGMENTS)
     (tmp_path / "end.mp4").write_bytes(whole[: len(whole) * 2 // 3])  # what says where frames are is at the end
     (tmp_path / "cut.mp4").write_bytes(front[: len(front) * 2 // 3])
     noise = bytearray(whole)
     noise[len(whole) // 4 : len(whole) // 3] = bytes(len(whole) // 3 - len(whole) // 4)
     (tmp_path / "noise.mp4").write_bytes(noise)
     (tmp_path / "empty.mp4").write_bytes(b"")
-    with av.open(str(tmp_path / "sound.mp4"), "w") as video:
-        stream = video.add_stream("aac", rate=8000)
-        sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-        sound.sample_rate = 8000
-        video.mux(stream.encode(sound))
-        video.mux(stream.encode())
+    write_sound(tmp_path / "sound.mp4")
     messages = {
-        "none.mp4": "it is empty",
-        "end.mp4": "it lacks images, or is truncated|FFmpeg: ",
+        "none.mp4": "its video stream is empty",
+        "end.mp4": "it lacks a video stream|FFmpeg: ",
         "cut.mp4": r"it is truncated: it has \d+ of 20 frames",
         "noise.mp4": "FFmpeg: ",
         "empty.mp4": "the file is empty",
-        "sound.mp4": "it lacks images",
+        "sound.mp4": "it lacks a video stream",
     }
     rows = [f'{{"video": "{name}", "question": "q", "answer": "a"}}\n' for name in ("a.mp4", *messages)]
     (tmp_path / "rows.jsonl").write_text("".join(rows))

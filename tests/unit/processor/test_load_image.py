@@ -262,6 +262,15 @@ def test_paths_and_unreadable_files(tmp_path: Any) -> None:
         load_image(tmp_path / "missing.jpg")
 
 
+def test_arguments_of_another_type_are_refused() -> None:
+    for source in (5, None, io.BytesIO(b""), photo(8, 8), np.zeros((4, 4, 3), np.uint8)):
+        with pytest.raises(OptionError, match=f"source must be a path or bytes, not {type(source).__name__}"):
+            load_image(source)
+    for height, width, images in (("a", 10, 1), (10, None, 1), (10.5, 10, 1), (10, 10, "a")):
+        with pytest.raises(OptionError, match="must be ints"):
+            tokenprune.count_visual_tokens(Qwen2VLImageProcessor(), height, width, images=images)
+
+
 def test_the_pixel_limit_of_pillow_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     file = encode_jpeg(photo(600, 800))
     processor = patch_processor(Qwen2VLImageProcessor(**LIMITS), max_visual_tokens=64)

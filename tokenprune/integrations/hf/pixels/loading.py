@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +26,27 @@ from tokenprune.settings.max_visual_tokens import LIMITER, check_limit
 
 # Raised by Pillow's readers for damaged files.
 DAMAGED = (OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error)
+
+
+@contextmanager
+def reading_source(source: str | Path | bytes, kind: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn the errors of decoders inside the block into an OptionError that names the file.
+
+    Args:
+        source: Path or content of the file.
+        kind: "an image" or "a video".
+        errors: Further errors of the decoder.
+    """
+    if not isinstance(source, (str, bytes, os.PathLike)):
+        raise OptionError(f"source must be a path or bytes, not {type(source).__name__}. Pass the content of a file.")
+    damaged: tuple[type[Exception], ...] = (*DAMAGED, *errors)
+    try:
+        yield
+    except TokenPruneError:
+        raise
+    except damaged as error:
+        name = "these bytes" if isinstance(source, bytes) else shorten(str(source))
+        raise OptionError(f"cannot read {name} as {kind}: {error}") from error
 
 
 def load_image(
@@ -72,7 +95,7 @@ def load_image(
     def open_file() -> Image.Image:
         return Image.open(io.BytesIO(source) if isinstance(source, bytes) else os.fspath(source))
 
-    try:
+    with reading_source(source, "an image"):
         if resizer is not None and resizer.chooses_by_image:
             rule = resizer.rule
             assert rule is not None  # checked by `chooses_by_image`
@@ -81,11 +104,6 @@ def load_image(
         with open_file() as file:
             full_size = get_full_size(file)
             image = decode(file, find).convert("RGB")
-    except TokenPruneError:
-        raise
-    except DAMAGED as error:
-        name = "these bytes" if isinstance(source, bytes) else shorten(str(source))
-        raise OptionError(f"cannot read {name} as an image: {error}") from error
     if resizer is None or not has_count:
         return image
     # Here the size of the file is known. The processor leaves an image within the budget as it is.

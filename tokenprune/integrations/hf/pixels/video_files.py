@@ -18,18 +18,20 @@ from tokenprune.errors import (
     BudgetError,
     MissingPackageError,
     OptionError,
-    TokenPruneError,
     UnsupportedSetupError,
-    shorten,
 )
-from tokenprune.integrations.hf.pixels.loading import DAMAGED
+from tokenprune.integrations.hf.pixels.animations import count_gif_frames, read_gif
+from tokenprune.integrations.hf.pixels.loading import reading_source
 from tokenprune.integrations.shared.resizing import find_size
 from tokenprune.selection.images import InputImage
 from tokenprune.settings.max_visual_tokens import check_limit
 
 Size = tuple[int, int]  # (height, width)
 Count = Callable[[int, int, int], int]  # (frames, height, width) -> visual tokens
-Open = Callable[[], Any]
+Choose = Callable[[int, Size], tuple[int, Size | None]]  # see `_choose`
+Open = Callable[..., Any]
+_GIF = b"GIF8"
+_MAX_STREAMS = 16  # streams of a file whose decoders get options
 
 
 def load_video(
@@ -38,8 +40,8 @@ def load_video(
     """Load evenly spaced frames of a video file, scaled by the decoder to a budget. Needs PyAV (`pip install av`).
 
     Number and size of the frames are chosen before decoding. If `num_frames` of the processor's smallest frames exceed
-    the budget, fewer frames are used. The decoder starts at the last keyframe before a frame and skips the rest. Pass
-    the frames with `videos=[frames], do_sample_frames=False` to the processor.
+    the budget, fewer frames are used. The decoder starts at the last keyframe before a frame and skips the rest. GIF
+    files do not need PyAV. Pass the frames with `videos=[frames], do_sample_frames=False` to the processor.
 
     Args:
         source: Path or content of a video file.
@@ -52,7 +54,8 @@ def load_video(
         The frames, upright, in mode RGB.
 
     Raises:
-        OptionError: If the file is not a valid video or the arguments are invalid.
+        OptionError: If the file is not a valid video, the arguments are invalid, or a frame has more pixels than Pillow
+            allows for an image (`PIL.Image.MAX_IMAGE_PIXELS`).
         BudgetError: If `max_visual_tokens` is too small for a frame.
         UnsupportedSetupError: If the tokens of the processor's videos cannot be counted.
         MissingPackageError: If PyAV is not installed.
@@ -72,25 +75,36 @@ def load_video(
     if max_visual_tokens is not None:
         check_limit(max_visual_tokens, [])
         count = _find_count(processor, max_visual_tokens)
+    choose = partial(_choose, count, max_visual_tokens or 0)
+    with reading_source(source, "a video", Image.DecompressionBombError):
+        content = _read_gif(source)
+        if content is not None:
+            return _load_gif(content, num_frames, choose)
     try:
         import av
     except ImportError:
         raise MissingPackageError("load_video needs PyAV: pip install av") from None
+    with reading_source(source, "a video", av.error.FFmpegError):
+        return _load(partial(_open, av, source), num_frames, choose)
 
-    def open_file() -> Any:
-        file = av.open(io.BytesIO(source) if isinstance(source, bytes) else os.fspath(source))
-        if file.streams.video:
-            return file
+
+def _read_gif(source: str | Path | bytes) -> bytes | None:
+    """Return the content of a GIF file, or None for another format."""
+    with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+        start = file.read(len(_GIF))
+        return start + file.read() if start == _GIF else None
+
+
+def _open(av: Any, source: str | Path | bytes, **options: str) -> Any:
+    """Open a video. Neither the search for its streams nor its decoder accepts frames above the limit of pixels."""
+    limit = {} if Image.MAX_IMAGE_PIXELS is None else {"max_pixels": str(2 * Image.MAX_IMAGE_PIXELS)}
+    content = io.BytesIO(source) if isinstance(source, bytes) else os.fspath(source)
+    file = av.open(content, options=options, stream_options=[limit] * _MAX_STREAMS)
+    if not file.streams.video:
         file.close()
         raise ValueError("it lacks a video stream")
-
-    try:
-        return _load(open_file, num_frames, count, max_visual_tokens or 0)
-    except TokenPruneError:
-        raise
-    except (av.error.FFmpegError, *DAMAGED) as error:
-        name = "these bytes" if isinstance(source, bytes) else shorten(str(source))
-        raise OptionError(f"cannot read {name} as a video: {error}") from error
+    file.streams.video[0].codec_context.options = limit
+    return file
 
 
 def _find_count(processor: Any, max_tokens: int) -> Count:
@@ -98,7 +112,7 @@ def _find_count(processor: Any, max_tokens: int) -> Count:
         raise OptionError(f"max_visual_tokens={max_tokens} needs the model's processor. Pass processor=.")
     video = getattr(processor, "video_processor", processor)
     count_patches = getattr(video, "get_num_of_video_patches", None)
-    if count_patches is None:
+    if count_patches is None or isinstance(video, type):
         raise UnsupportedSetupError(
             f"The tokens of videos of {type(video).__name__} cannot be counted. Pass a smaller num_frames instead."
         )
@@ -120,17 +134,22 @@ class _Index:
     keys: list[int]
 
 
-def _load(open_file: Open, num_frames: int, count: Count | None, max_tokens: int) -> list[Image.Image]:
-    with open_file() as file:
-        index = _read_index(file)
+def _load_gif(data: bytes, num_frames: int, choose: Choose) -> list[Image.Image]:
+    with Image.open(io.BytesIO(data)) as file:
+        sides = file.height, file.width
+    total = count_gif_frames(data)
+    num_frames, size = choose(min(num_frames, total), sides)
+    return read_gif(data, _spread(total, num_frames), size)
+
+
+def _load(open_file: Open, num_frames: int, choose: Choose) -> list[Image.Image]:
+    index = _read_index(open_file)
     with open_file() as file:
         frame = next(file.decode(video=0), None)
     if frame is None:
         raise ValueError("its video stream is empty")
-    num_frames, size = min(num_frames, index.num_packets), None
-    if count is not None:
-        sides = (frame.height, frame.width) if frame.rotation % 180 == 0 else (frame.width, frame.height)
-        num_frames, size = _choose(count, num_frames, sides, max_tokens)
+    sides = (frame.height, frame.width) if frame.rotation % 180 == 0 else (frame.width, frame.height)
+    num_frames, size = choose(min(num_frames, index.num_packets), sides)
     times = [index.times[i] for i in _spread(len(index.times), num_frames)] if index.times else []
     with open_file() as file:
         frames = _read_at(file, times, index.keys, size)
@@ -138,18 +157,55 @@ def _load(open_file: Open, num_frames: int, count: Count | None, max_tokens: int
     return frames or _read_in_order(open_file, index.num_packets, num_frames, size)
 
 
-def _read_index(file: Any) -> _Index:
-    stream = file.streams.video[0]
-    packets = [packet for packet in file.demux(stream) if packet.size]
-    if len(packets) < stream.frames:  # 0 if the container does not store the number
-        raise ValueError(f"it is truncated: it has {len(packets)} of {stream.frames} frames")
+def _read_index(open_file: Open) -> _Index:
+    with open_file() as file:
+        stream = file.streams.video[0]
+        _check_pixels(stream.width, stream.height)
+        packets = _list_packets(file)
+        num_stored, is_avi = stream.frames, file.format.name == "avi"
+    if len(packets) < num_stored:  # 0 if the container does not store the number
+        _check_complete(open_file, packets, num_stored, is_avi)
     times = [packet.pts for packet in packets]
     keys = sorted(packet.pts for packet in packets if packet.is_keyframe and packet.pts is not None)
     return _Index(len(packets), [] if None in times else sorted(times), keys)
 
 
-def _choose(count: Count, num_frames: int, sides: Size, max_tokens: int) -> tuple[int, Size]:
-    """Return the number of frames and their (height, width), with at most `max_tokens` tokens in all."""
+def _list_packets(file: Any) -> list[Any]:
+    return [packet for packet in file.demux(file.streams.video[0]) if packet.size]
+
+
+def _check_pixels(width: int, height: int) -> None:
+    """Raise ValueError for frames without a size. FFmpeg does not report a size above its limit, see `_open`."""
+    if not width * height:
+        limit = Image.MAX_IMAGE_PIXELS and 2 * Image.MAX_IMAGE_PIXELS
+        raise ValueError(f"the size of its frames is unknown, or above {limit} pixels (PIL.Image.MAX_IMAGE_PIXELS)")
+
+
+def _check_complete(open_file: Open, packets: list[Any], num_stored: int, is_avi: bool) -> None:
+    """Raise ValueError if packets are missing at the end. A container may also count frames that it does not show."""
+    if is_avi:  # a repeated frame lacks a packet, and time stamps are frame numbers
+        num_found = packets[-1].dts + 1 if packets and packets[-1].dts is not None else len(packets)
+    else:  # an edit list hides frames, as of a video that a phone has trimmed
+        with open_file(ignore_editlist="1") as file:
+            num_found = len(_list_packets(file))
+    if num_found < num_stored:
+        raise ValueError(f"it is truncated: it has {num_found} of {num_stored} frames")
+
+
+def _choose(count: Count | None, max_tokens: int, num_frames: int, sides: Size) -> tuple[int, Size | None]:
+    """Return the number of frames and their (height, width), with at most `max_tokens` tokens in all.
+
+    Args:
+        count: Counts the tokens of frames. None: no budget.
+        max_tokens: Maximum number of tokens.
+        num_frames: Maximum number of frames.
+        sides: (height, width) of the frames in the file.
+
+    Returns:
+        The number of frames, and their size. None for the size: the original size.
+    """
+    if count is None:
+        return num_frames, None
     error = None
     for frames in range(num_frames, 0, -1):
         image = InputImage(None, count=partial(count, frames), full_size=sides)
