@@ -317,6 +317,11 @@ class Pruner(Method):
         """
         return (-1,)
 
+    @property
+    def fitted_width(self) -> int | None:
+        """Hidden size of the model that the method was fitted to. None if it runs with any size."""
+        return None
+
     def score(self, tokens: VisualTokens) -> Tensor:
         """Return the score of each visual token, shape (S, N), float. Higher scores are kept."""
         raise NotImplementedError(f"{type(self).__name__} implements neither score() nor select()")

@@ -52,6 +52,7 @@ UNFIT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 OUR_OWN = "tokenprune.methods."
 LEFT_OUT = {
     "ivc_prune": "counts the tokens kept at its cut; earlier layers keep all, and only its authors' code evicts them",
+    "learned": "needs a file that is fitted to the model",
     "erase": "reads the pixels of towers that pack patches, and selects the layer of its cut from them",
 }
 LEFT_OUT |= {
