@@ -99,7 +99,10 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 @each("target", ["attention", "gradient", "topk"])
 def test_an_interrupted_fit_resumes(target: Any, build: Any, tmp_path: Path, observed: list[int]) -> None:
-    model, path, done = build(FAMILIES["llava"]), tmp_path / f"{target}.safetensors", []
+    model, folder, done = build(FAMILIES["llava"]), tmp_path / target, []
+    path = folder / "s.safetensors"
+    folder.mkdir()
+    observed.clear()
     fit = partial(fit_learned, model, samples("llava"), target=target, use_question=True, epochs=3, max_new_tokens=3)
     reference = fit(progress=done.append)
     assert done[-1] == 5 and done == sorted(done) and len(observed) == 5
@@ -120,10 +123,10 @@ def test_an_interrupted_fit_resumes(target: Any, build: Any, tmp_path: Path, obs
         with pytest.raises(Interrupt):
             fit(out=path, progress=interrupt_after(count))
         assert not path.exists()
-    assert sorted(file.name for file in tmp_path.iterdir()) == [f"{path.name}.observed", f"{path.name}.partial"]
+    assert sorted(file.name for file in folder.iterdir()) == [f"{path.name}.observed", f"{path.name}.partial"]
     resumed = fit(out=path)
     assert len(observed) == 10  # each sample was observed once
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert [file.name for file in folder.iterdir()] == [path.name]
     assert equal(resumed.selector.weights, reference.selector.weights) and resumed.fit == reference.fit
     assert not equal(fit(seed=1).selector.weights, reference.selector.weights)
     assert all(parameter.requires_grad for parameter in model.parameters()) and not tokenprune.is_patched(model)
