@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import islice
@@ -50,13 +49,14 @@ class FitSamples:
         return len(self._asked)
 
     @cached_property
-    def digest(self) -> str:
-        """Digest of the questions, and of names and sizes of the images."""
-        parts = []
+    def sample_keys(self) -> list[str]:
+        """Digest of the question and of the image (for a file: of its name and size), for each sample."""
+        keys = []
         for image, question in self._asked:
             is_drawn = isinstance(image, Image.Image)
-            parts.append([image.tobytes().hex() if is_drawn else f"{image.name}:{image.stat().st_size}", question])
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+            content = image.tobytes() if is_drawn else f"{image.name}:{image.stat().st_size}".encode()
+            keys.append(hashlib.sha256(question.encode() + b"\0" + content).hexdigest()[:32])
+        return keys
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, question = self._asked[index]

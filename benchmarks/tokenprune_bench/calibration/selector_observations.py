@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +25,8 @@ class ObservedPrompts:
 
     Args:
         model: The frozen model.
-        arguments: Model arguments of prompts with images, one prompt each. Its attribute `digest`, if any, identifies
-            the data.
+        arguments: Model arguments of prompts with images, one prompt each. Its attribute `sample_keys`, if any, is a
+            text for each prompt that changes with its image and question.
         max_new_tokens: Maximum length of an answer.
         folder: Folder that stores the samples. None keeps them in memory.
         with_embeddings: Store the inputs of the decoder, which the targets "gradient" and "topk" need.
@@ -41,6 +42,7 @@ class ObservedPrompts:
     ) -> None:
         self.model, self.arguments, self.max_new_tokens = model, arguments, max_new_tokens
         self.folder, self.with_embeddings = folder, with_embeddings
+        self.sample_keys: Sequence[str] | None = getattr(arguments, "sample_keys", None)
         self.samples: dict[int, ObservedPrompt | None] = {}
         self.device = model.get_input_embeddings().weight.device
 
@@ -50,7 +52,7 @@ class ObservedPrompts:
     @property
     def digest(self) -> str | None:
         """Digest of the data. None if it is not known."""
-        return getattr(self.arguments, "digest", None)
+        return None if self.sample_keys is None else hashlib.sha256("".join(self.sample_keys).encode()).hexdigest()
 
     def get(self, index: int, target: str) -> ObservedPrompt | None:
         """Return a sample with `target` on the model's device, or None if the prompt lacks images."""
@@ -76,7 +78,8 @@ class ObservedPrompts:
 
     def _path(self, index: int) -> Path:
         assert self.folder is not None  # checked by the callers
-        return self.folder / f"{index:07}.safetensors"
+        name = f"{index:07}" if self.sample_keys is None else self.sample_keys[index]
+        return self.folder / f"{name}.safetensors"
 
     def _read(self, index: int) -> tuple[bool, ObservedPrompt | None]:
         """Return whether the sample was observed, and the sample. A damaged file counts as not observed."""
@@ -125,7 +128,7 @@ class ObservedPrompts:
         """Delete the stored samples."""
         if self.folder is None or not self.folder.is_dir():
             return
-        for path in [*self.folder.glob("[0-9]*.safetensors"), self.folder / _HEADER]:
+        for path in [*self.folder.glob("*.safetensors"), self.folder / _HEADER]:
             path.unlink(missing_ok=True)
         if not any(self.folder.iterdir()):
             self.folder.rmdir()

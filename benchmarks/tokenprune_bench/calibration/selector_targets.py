@@ -54,6 +54,10 @@ class ObservedPrompt:
         """Return True if the head can be fitted to `target` without another forward of the vision tower."""
         return self.embeddings is not None if target == "topk" else target in self.targets
 
+    def get_rows(self) -> Tensor:
+        """Return the inputs of all visual tokens, float32, shape (tokens, D + 4)."""
+        return self.inputs[self.mask].float()
+
     def to(self, device: Any) -> ObservedPrompt:
         """Return a copy on `device`."""
         return ObservedPrompt.from_tensors({name: value.to(device) for name, value in self.to_tensors().items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,14 @@ class FittedSelector(NamedTuple):
         return f"{self.selector}\n{self.fit}"
 
 
+def _scale(read: Callable[[int], Tensor], indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of the rows of several samples, with one sample in memory."""
+    count = sum(len(read(index)) for index in indices)
+    mean = torch.stack([read(index).sum(0) / count for index in indices]).sum(0)
+    variance = torch.stack([(read(index) - mean).square().sum(0) / count for index in indices]).sum(0)
+    return mean, variance.sqrt() + 1e-3
+
+
 @contextmanager
 def _frozen(model: Any) -> Iterator[None]:
     """Evaluate the model without gradients of its weights."""
@@ -122,9 +130,9 @@ class SelectorTraining:
     def run(self, minutes: float, epochs: int, restart: bool, progress: Callable[[int], None] | None) -> FittedSelector:
         share, cost = _OBSERVE[self.target]
         start, offered = time.monotonic(), len(self.observations)
-        observed = {"model": self.fingerprint, "max_new_tokens": self.observations.max_new_tokens, "samples": offered}
-        if self.observations.digest is not None:
-            observed["data"] = self.observations.digest
+        observed = {"model": self.fingerprint, "max_new_tokens": self.observations.max_new_tokens}
+        if self.observations.digest is None:
+            observed["samples"] = offered
         self.identity = observed | {
             "keeps": self.keeps, "target": self.target, "use_question": self.use_question, "seed": self.seed
         }  # fmt: skip
@@ -172,6 +180,7 @@ class SelectorTraining:
             self.num_observed = index + 1
             tell(self.num_observed)
         if not self.indices:
+            self.observations.remove()
             raise TokenPruneError("Cannot fit: no sample has an image.")
 
     def _get(self, index: int) -> ObservedPrompt:
@@ -181,26 +190,25 @@ class SelectorTraining:
 
     def _start(self) -> None:
         """Create the weights. The first samples set mean and deviation of the inputs."""
-        known = [self._get(index) for index in range(min(_SCALE_SAMPLES, len(self.indices)))]
-        inputs = torch.cat([sample.inputs[sample.mask].float() for sample in known])
-        question = torch.cat([sample.question for sample in known])
+        first = range(min(_SCALE_SAMPLES, len(self.indices)))
+        mean, std = _scale(lambda index: self._get(index).get_rows(), first)
+        question_mean, question_std = _scale(lambda index: self._get(index).question, first)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        per_unit = inputs.shape[1] + 2 + self.use_question * question.shape[1]
-        rest = 2 * inputs.shape[1] + 2 * self.use_question * question.shape[1]
-        width = min(_WIDTH, max(1, (int(MAX_SHARE * parameters) - rest) // per_unit))
+        inputs, questions = len(mean), self.use_question * len(question_mean)
+        width = (int(MAX_SHARE * parameters) - 2 * inputs - 2 * questions) // (inputs + 2 + questions)
+        width = min(_WIDTH, max(1, width))
         generator = torch.Generator("cpu").manual_seed(self.seed)
 
         def draw(*shape: int) -> Tensor:
-            return (torch.randn(shape, generator=generator, dtype=torch.float32) / shape[-1] ** 0.5).to(inputs.device)
+            return (torch.randn(shape, generator=generator, dtype=torch.float32) / shape[-1] ** 0.5).to(mean.device)
 
         self.weights = {
-            "mean": inputs.mean(0), "std": inputs.std(0) + 1e-3, "hidden_weight": draw(width, inputs.shape[1]),
-            "hidden_bias": torch.zeros(width, device=inputs.device), "out_weight": draw(width),
+            "mean": mean, "std": std, "hidden_weight": draw(width, inputs),
+            "hidden_bias": torch.zeros(width, device=mean.device), "out_weight": draw(width),
         }  # fmt: skip
         if self.use_question:
             self.weights |= {
-                "question_mean": question.mean(0), "question_std": question.std(0, correction=0) + 1e-3,
-                "question_weight": draw(width, question.shape[1]),
+                "question_mean": question_mean, "question_std": question_std, "question_weight": draw(width, questions)
             }  # fmt: skip
         self.trained = [name for name in self.weights if not name.endswith(("mean", "std"))]
         for name in self.trained:
@@ -261,7 +269,12 @@ class SelectorTraining:
         for index, values in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": value for name, value in values.items()}
         tensors = {name: value.contiguous().cpu() for name, value in tensors.items()}
-        about = {"same": self.identity, "done": self.done, "fitted": len(self.indices)}
+        about = {
+            "same": self.identity,
+            "done": self.done,
+            "fitted": len(self.indices),
+            "data": self.observations.digest,
+        }
         write_atomically(self.state, save(tensors, {_ENTRY: json.dumps(about)}))
 
     def _read_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -281,8 +294,9 @@ class SelectorTraining:
         return about, tensors
 
     def _restore(self, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Continue from a stored state. If more samples were observed since, the passes start again."""
-        if not about or about.get("fitted", len(self.indices)) != len(self.indices):
+        """Continue from a stored state. If the samples are others or more than then, the passes start again."""
+        fitted, data = about.get("fitted", len(self.indices)), about.get("data")
+        if not about or fitted != len(self.indices) or data != self.observations.digest:
             return
         self.done = about["done"]
         for name in self.weights:

@@ -136,7 +136,9 @@ def test_learned_is_fitted_and_used(tmp_path: Path) -> None:
     call(*arguments, "--minutes", 1e-9)
     assert not tokenprune.method("learned", selector=out).query_aware
     data.write_text('{"image": "a.png", "question": "what is it?"}\n{"image": "b.jpeg", "question": "how few?"}')
-    assert "belongs to a fit with other data" in refused(*arguments)
+    assert "belongs to a fit with other seed" in refused(*arguments, "--seed", "3")
+    assert "2 of 2 samples" in call(*arguments).stdout and sorted(tmp_path.glob("s.*")) == [out]
+    call(*arguments, "--minutes", 1e-9)
     call("fit", "learned", "--images", tmp_path, "--epochs", 1, "--out", out, "--restart")
     assert sorted(tmp_path.glob("s.*")) == [out]
 

@@ -160,17 +160,20 @@ def test_a_limit_of_time_fits_to_the_samples_so_far(build: Any, tmp_path: Path, 
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_samples_of_other_data_are_refused(build: Any, tmp_path: Path) -> None:
+def test_only_changed_samples_are_observed_again(build: Any, tmp_path: Path, observed: list[int]) -> None:
     class Samples(list[Any]):
-        digest = "first"
+        sample_keys = list("abcde")
 
     model, data = build(FAMILIES["llava"]), Samples(samples("llava"))
-    fit = partial(fit_learned, model, data, tmp_path / "s", max_new_tokens=3)
-    fit(minutes=1e-9)
-    data.digest = "second"
-    with pytest.raises(OptionError, match="with other data"):
-        fit()
-    assert fit(restart=True).fit.is_finished
+    fit = partial(fit_learned, model, data, tmp_path / "s", max_new_tokens=3, epochs=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selector_training, "_OBSERVE", {"attention": (1e9, 0.02)})
+        assert not fit(minutes=1e-9).fit.is_finished and len(observed) == 5
+    data[3:4] = samples("llava", 7)[-2:]
+    data.sample_keys = list("abcfge")
+    resumed = fit()
+    assert len(observed) == 7 and not (tmp_path / "s.observed").exists()
+    assert equal(resumed.selector.weights, fit_learned(model, data, max_new_tokens=3, epochs=2).selector.weights)
 
 
 def test_the_result_states_the_importance_of_the_best_tokens(build: Any) -> None:
@@ -218,6 +221,7 @@ def test_samples_and_models_that_cannot_be_fitted(build: Any, tmp_path: Path) ->
     model = build(FAMILIES["llava"])
     with pytest.raises(TokenPruneError, match="no sample has an image"):
         fit_learned(model, [], tmp_path / "s")
+    assert not any(tmp_path.iterdir())
     with pytest.raises(OptionError, match="single prompt"):
         fit_learned(model, [FAMILIES["llava"].make_inputs(images=(1, 1))])
     with tokenprune.patched(model, "fastv"), pytest.raises(AlreadyPatchedError):
