@@ -71,14 +71,15 @@ def fit_learned(
         raise AlreadyPatchedError("The model is patched. Call tokenprune.unpatch(model) before fitting.")
     keeps = _check_keeps(keep)
     _check_options(target, minutes, epochs, max_new_tokens)
-    if out is not None:
-        check_output(out := Path(out))
-    observations = samples
-    if not isinstance(samples, ObservedPrompts):
+    path = None if out is None else Path(out)
+    check_output(path)
+    if isinstance(samples, ObservedPrompts):
+        observations = samples
+    else:
         arguments: Any = samples if hasattr(samples, "__getitem__") else list(samples)
-        folder = None if out is None else out.with_name(f"{out.name}.observed")
+        folder = None if path is None else path.with_name(f"{path.name}.observed")
         observations = ObservedPrompts(model, arguments, max_new_tokens, folder, target != "attention")
-    training = SelectorTraining(observations, keeps, target, use_question, seed, out)
+    training = SelectorTraining(observations, keeps, target, use_question, seed, path)
     return training.run(minutes, epochs, restart, progress)
 
 

@@ -72,7 +72,7 @@ class ObservedPrompt:
     def from_tensors(cls, tensors: dict[str, Tensor]) -> ObservedPrompt:
         """Return the sample of `to_tensors`. Raises KeyError or TypeError for other tensors."""
         targets = {name.removeprefix(_TARGET): value for name, value in tensors.items() if name.startswith(_TARGET)}
-        rest = {name: value for name, value in tensors.items() if not name.startswith(_TARGET)}
+        rest: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith(_TARGET)}
         return cls(**{"embeddings": None, "position_ids": None} | rest, targets=targets)
 
 
@@ -85,7 +85,7 @@ class _TokenRecorder(Pruner):
     chooses_count: ClassVar[bool] = True
     query_aware: ClassVar[bool] = True
 
-    records: list[tuple[Tensor, ...]] = field(default_factory=list, compare=False)
+    records: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list, compare=False)
 
     def select(self, tokens: VisualTokens) -> Selection:
         inputs = describe_tokens(tokens).clamp(-_LARGEST, _LARGEST).half()
