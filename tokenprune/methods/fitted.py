@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError, require
 from tokenprune.models.fingerprint import compute_fingerprint
-from tokenprune.selection.files import File, describe_error
+from tokenprune.selection.files import File, describe_error, write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,14 +57,11 @@ class FittedFile:
         Raises:
             OptionError: If the file cannot be written.
         """
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         tensors, metadata = self.pack()
         tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
-        try:
-            save_file(tensors, str(path), {"kind": self.kind, **metadata, "model": self.model})
-        except (OSError, SafetensorError) as error:
-            raise OptionError(f"cannot write {path}: {error}") from error
+        write_atomically(Path(path), save(tensors, {"kind": self.kind, **metadata, "model": self.model}))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

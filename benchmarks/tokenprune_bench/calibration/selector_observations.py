@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from tokenprune.errors import OptionError
-from tokenprune.methods.encoder.thresholds import write_atomically
-from tokenprune.selection.files import describe_error
+from tokenprune.selection.files import describe_error, write_atomically
 from tokenprune_bench.calibration.selector_targets import ObservedPrompt, measure, observe
 
 _HEADER = "fit.json"

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import get_adapter
-from tokenprune.methods.encoder.thresholds import write_atomically
 from tokenprune.methods.selector import Selector, compute_logits
 from tokenprune.models.fingerprint import compute_fingerprint
+from tokenprune.selection.files import write_atomically
 from tokenprune_bench.calibration.selector_observations import ObservedPrompts, check_identity
 from tokenprune_bench.calibration.selector_targets import ObservedPrompt, compute_loss, draw_gate
 
@@ -45,6 +45,7 @@ class SelectorFit:
         num_offered: Samples that were passed.
         passes: Finished passes over the samples.
         is_finished: False if the time ended before.
+        target: Target of the fit.
         covered: Share of the answers' attention (or gradient) in the tokens with the highest scores, by `keep`, mean
             over the samples. Empty for the target "topk".
     """
@@ -53,6 +54,7 @@ class SelectorFit:
     num_offered: int
     passes: float
     is_finished: bool
+    target: str
     covered: dict[float, float]
 
     def __str__(self) -> str:
@@ -60,7 +62,7 @@ class SelectorFit:
         if not self.is_finished:
             lines.append("The time is up. The same command continues the fit.")
         for keep, share in self.covered.items():
-            lines.append(f"the best {keep:.0%} of the tokens hold {share:.0%} of the importance")
+            lines.append(f"the best {keep:.0%} of the tokens hold {share:.0%} of the answers' {self.target}")
         return "\n".join(lines)
 
 
@@ -160,7 +162,7 @@ class SelectorTraining:
             tell(work * offered)
             is_finished = self.done >= total and self.num_observed == offered
             passes = self.done / len(self.indices)
-            fit = SelectorFit(len(self.indices), offered, passes, is_finished, self._cover())
+            fit = SelectorFit(len(self.indices), offered, passes, is_finished, self.target, self._cover())
         selector = Selector({name: value.detach().clone() for name, value in self.average.items()}, self.fingerprint)
         if self.out is not None and self.state is not None:
             selector.save(self.out)

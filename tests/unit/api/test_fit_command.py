@@ -130,7 +130,7 @@ def test_learned_is_fitted_and_used(tmp_path: Path) -> None:
     data.write_text('{"image": "a.png", "question": "what is it?"}\n\n{"image": "b.jpeg", "question": "how many?"}')
     arguments = ("fit", "learned", "--model", "demo_qwen", "--data", data, "--keep", "0.25,0.11", "--out", out)
     result = call(*arguments, "--minutes", 1, "--epochs", 2, "--use-question")
-    assert "2 of 2 samples, 2 passes" in result.stdout and "the best 11% of the tokens" in result.stdout
+    assert "2 of 2 samples, 2 passes" in result.stdout and "the best 11% of the tokens hold" in result.stdout
     assert "fit learned" in result.stderr and sorted(tmp_path.glob("s.*")) == [out]  # progress; no other file
     assert tokenprune.method("learned", selector=out).query_aware
     call(*arguments, "--minutes", 1e-9)
