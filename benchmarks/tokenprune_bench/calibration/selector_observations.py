@@ -138,4 +138,6 @@ def check_identity(path: Path, stored: Any, identity: dict[str, Any]) -> None:
     known = stored if isinstance(stored, dict) else {}
     other = [name for name, value in identity.items() if known.get(name) != value]
     if other:
-        raise OptionError(f"{path} belongs to a fit with other {', '.join(other)}. Delete it, or pass --restart.")
+        raise OptionError(
+            f"{path} belongs to a fit with other {', '.join(other)}. Delete it, or pass restart=True (--restart)."
+        )

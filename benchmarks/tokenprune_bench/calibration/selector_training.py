@@ -290,7 +290,7 @@ class SelectorTraining:
             same = about["same"]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise OptionError(
-                f"{self.state} is not a readable state of a fit. Delete it, or pass --restart."
+                f"{self.state} is not a readable state of a fit. Delete it, or pass restart=True (--restart)."
             ) from error
         check_identity(self.state, same, self.identity)
         return about, tensors

@@ -142,7 +142,7 @@ def test_a_limit_of_time_fits_to_the_samples_so_far(build: Any, tmp_path: Path, 
     assert path.exists() and "The time is up" in str(first)
     stopped = path.read_bytes()
     for other, name in (({"seed": 3}, "seed"), ({"max_new_tokens": 4}, "max_new_tokens"), ({"keep": 0.5}, "keeps")):
-        with pytest.raises(OptionError, match=f"belongs to a fit with other {name}. Delete it, or pass --restart"):
+        with pytest.raises(OptionError, match=f"belongs to a fit with other {name}. Delete it, or pass restart=True"):
             fit(**other)
     with pytest.raises(OptionError, match="with other samples"):
         fit_learned(model, samples("llava", 4), path, max_new_tokens=3)
