@@ -125,13 +125,13 @@ def observe(
     if not recorder.records:
         return None
     answer = full.sequences[:, full.sequences.shape[1] - len(full.logits) :]
-    embeddings, position_ids = _join_answer(model, calls[0], answer) if with_embeddings else (None, None)
+    embeddings, position_ids = join_answer(model, calls[0], answer) if with_embeddings else (None, None)
     likely, top = torch.cat(full.logits).float().softmax(1).topk(min(_TOP, full.logits[0].shape[1]))
     likely = likely / likely.sum(1, keepdim=True)
     return ObservedPrompt(*recorder.records[0], embeddings, position_ids, top, likely)
 
 
-def _join_answer(model: Any, call: dict[str, Any], answer: Tensor) -> tuple[Tensor, Tensor | None]:
+def join_answer(model: Any, call: dict[str, Any], answer: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return embeddings and position ids of the prompt and all but the last token of the answer."""
     prompt, position_ids = _check_call(call)
     embeddings = torch.cat([prompt, model.get_input_embeddings()(answer[:, :-1]).to(prompt.dtype)], 1)

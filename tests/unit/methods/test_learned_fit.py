@@ -19,7 +19,7 @@ from tokenprune import AlreadyPatchedError, BudgetError, OptionError, TokenPrune
 from tokenprune_bench.calibration import fit_learned, selector_observations, selector_training
 from tokenprune_bench.calibration.rate_fitting import ForcedTokens, build_greedy_options
 from tokenprune_bench.calibration.selector_observations import ObservedPrompts
-from tokenprune_bench.calibration.selector_targets import compute_loss, draw_gate
+from tokenprune_bench.calibration.selector_targets import compute_loss, draw_gate, join_answer
 from zoo import FAMILIES, FIRST_TEXT_ID
 
 
@@ -57,6 +57,18 @@ def test_a_closed_gate_equals_dropping_the_token(family: str, build: Any) -> Non
         unpruned = compute_loss(model, sample, torch.zeros(sample.mask.shape))
     torch.testing.assert_close(loss, -(sample.likely * likely).sum(1).mean(), atol=1e-4, rtol=1e-4)
     assert abs(float(loss - unpruned)) > 1e-3
+
+
+def test_an_answer_continues_behind_the_axes_of_an_image(build: Any) -> None:
+    """The prompt ends with an image of one row: its columns have the largest position."""
+    model = build(FAMILIES["qwen2_5_vl"])
+    axes = [[0, 1, 2, 3], [0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 2, 3]]  # text, time, row, column
+    call = {"inputs_embeds": torch.zeros(1, 4, model.get_input_embeddings().embedding_dim)}
+    call["position_ids"] = torch.tensor(axes)[:, None]
+    embeddings, positions = join_answer(model, call, torch.tensor([[FIRST_TEXT_ID] * 3]))
+    assert positions[:, 0, 4:].tolist() == [[4, 5]] * 4 and embeddings.shape[1] == 6
+    _, positions = join_answer(model, call | {"position_ids": call["position_ids"][1:]}, torch.zeros(1, 2).long())
+    assert positions[:, 0, 4:].tolist() == [[4]] * 3
 
 
 def test_gates_sum_to_the_budget_and_have_its_gradient() -> None:
