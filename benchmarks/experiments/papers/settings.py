@@ -44,6 +44,11 @@ UNFIT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "acts on towers that pack patches of any grid, and LLaVA-1.5 has a fixed grid",
     ),
     (
+        "methods that need a fitted file",
+        lambda method: method.default_equals is not None,
+        "needs a file that is fitted to the model",
+    ),
+    (
         "images withdrawn",
         lambda method: method.min_tokens == 0,
         "may drop all tokens at a layer, so its setting for 192 is not known before the run, or drops at a fixed layer",
@@ -52,7 +57,6 @@ UNFIT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 OUR_OWN = "tokenprune.methods."
 LEFT_OUT = {
     "ivc_prune": "counts the tokens kept at its cut; earlier layers keep all, and only its authors' code evicts them",
-    "learned": "needs a file that is fitted to the model",
     "erase": "reads the pixels of towers that pack patches, and selects the layer of its cut from them",
 }
 LEFT_OUT |= {

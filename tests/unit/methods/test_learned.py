@@ -22,6 +22,8 @@ from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.methods.selector import NUM_STATISTICS, Selector, describe_tokens
 from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune.testing import visual_tokens
+from tokenprune_bench.plan import BenchPlan
+from tokenprune_bench.tuning import build_grid
 from turns import check_turns
 from zoo import FAMILIES
 
@@ -72,6 +74,8 @@ def test_without_a_file_it_chooses_like_divprune(build: Any) -> None:
             kept.append(tokenprune.stats(model).cuts[0].kept)
             assert any("without a selector" in note for note in tokenprune.stats(model).notes) is (name == "learned")
     assert kept[0] == kept[1]
+    assert "learned" not in {method.name for candidate in build_grid() for method in candidate.methods}
+    assert "learned" not in BenchPlan().methods
 
 
 def test_invalid_values_and_padding_have_no_effect(tmp_path: Path) -> None:

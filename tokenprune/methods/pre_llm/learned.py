@@ -47,6 +47,7 @@ class Learned(Pruner):
     fit = LazyFit("tokenprune_bench.calibration.selector_fitting", "fit_learned")
     fit_limit: ClassVar[int | None] = None
     fit_question: ClassVar[str | None] = None  # use the question of the drawn scene
+    default_equals: ClassVar[str | None] = "divprune"
     never_nan: ClassVar[bool] = True
 
     selector: str | Path | None = field(default=None, metadata={"file": True})
