@@ -149,8 +149,8 @@ def _check_call(call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     other = [name for name, value in call.items() if name not in known and isinstance(value, (Tensor, list, tuple))]
     if other or isinstance(call.get("attention_mask"), dict) or call.get("inputs_embeds") is None:
         raise OptionError(
-            f"This decoder takes {', '.join(other) or 'several attention masks'}, so its answers have no gradient for "
-            'learned. Pass target="attention".'
+            f"This decoder takes {', '.join(other) or 'several attention masks'}, which a fit with gradients cannot "
+            'repeat. Pass target="attention".'
         )
     return call["inputs_embeds"], call.get("position_ids")
 

@@ -240,7 +240,7 @@ def test_samples_and_models_that_cannot_be_fitted(build: Any, tmp_path: Path) ->
         fit_learned(model, [])
     gemma = FAMILIES["gemma3"]
     model, arguments = build(gemma), [gemma.make_inputs(images=(1,))]
-    with pytest.raises(OptionError, match=r"have no gradient for learned. Pass target=\"attention\""):
+    with pytest.raises(OptionError, match=r"with gradients cannot repeat. Pass target=\"attention\""):
         fit_learned(model, arguments, target="topk")
     assert fit_learned(model, arguments, epochs=1, max_new_tokens=3).fit.is_finished
 
