@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit selectors of visual tokens and compare them with training-free methods at equal cost.
+"""Fit selectors with `tokenprune fit learned` and compare them with training-free methods at equal cost.
 
     python benchmarks/experiments/learned.py fit --model demo_qwen --out runs/learned
     python benchmarks/experiments/learned.py ask --model demo_qwen --out runs/learned
@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import calm_threads  # noqa: F401
@@ -38,6 +39,9 @@ from rich.console import Console
 
 import tokenprune
 from tokenprune.selection.method import Site
+from tokenprune_bench.calibration import fit_learned
+from tokenprune_bench.calibration.selector_observations import ObservedPrompts
+from tokenprune_bench.calibration.selector_targets import ObservedPrompt
 from tokenprune_bench.metrics import get_metric
 from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.drawn_sets import draw_set
@@ -46,6 +50,8 @@ from tokenprune_demo.heldout import load_heldout
 TRAINING = Path(__file__).parent / "training"
 sys.path[:0] = [str(TRAINING / "qwen"), str(TRAINING / "smol"), str(TRAINING.parent / "selector")]
 
+# Files of earlier runs name the class of their samples by this module.
+sys.modules["selector_targets"] = SimpleNamespace(Observation=ObservedPrompt)  # type: ignore[assignment]
 RAW = RESULTS / "learned.jsonl"
 KEEPS = (0.11, 0.05, 0.25)
 TARGETS = ("attention", "gradient", "topk")
@@ -172,14 +178,13 @@ def append(record: dict[str, Any]) -> None:
 
 def fit(args: argparse.Namespace, subject: Model, console: Console) -> None:
     """Fit all requested selectors to the same observations, which are stored beside them."""
-    from selector_fitting import fit_learned
     from selector_pairs import Pairs
-    from selector_targets import Observations
 
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
     pairs = Pairs(subject, args.model, TRAINED[args.model], args.pairs or PAIRS[args.model])
-    observed, store = Observations(subject.model, pairs, subject.max_new_tokens), args.out / f"{args.model}-observed.pt"
+    observed = ObservedPrompts(subject.model, pairs, subject.max_new_tokens)
+    store = args.out / f"{args.model}-observed.pt"
     if store.exists():
         observed.samples = torch.load(store, weights_only=False)
     targets, start = [target for target in args.targets if target != "topk"] or ["topk"], time.process_time()
@@ -202,9 +207,9 @@ def fit(args: argparse.Namespace, subject: Model, console: Console) -> None:
         if (path.exists() and not partial.exists()) or left < 0.2 or (question and args.agnostic):
             continue
         epochs = args.epochs or EPOCHS[args.model][target]
-        selector = fit_learned(subject.model, observed, path, keep=KEEPS, target=target, use_question=question,
-                               minutes=left, epochs=epochs)  # fmt: skip
-        weights = sum(weight.numel() for weight in selector.weights.values())
+        fitted = fit_learned(subject.model, observed, path, keep=KEEPS, target=target, use_question=question,
+                             minutes=left, epochs=epochs)  # fmt: skip
+        weights = sum(weight.numel() for weight in fitted.selector.weights.values())
         seconds, finished = time.process_time() - start, not partial.exists()
         console.print(f"{path.name}: {weights} weights, {seconds:.0f} s of CPU, finished: {finished}")
         append({"record": "fit", "model": args.model, "target": target, "question": question, "pairs": len(observed),
@@ -213,8 +218,6 @@ def fit(args: argparse.Namespace, subject: Model, console: Console) -> None:
 
 def ask(args: argparse.Namespace, subject: Model, console: Console) -> None:
     """Ask the held-out questions under each setting, and append the answers to the raw file."""
-    import selector_method  # noqa: F401 (registers "learned")
-
     known = [json.loads(line) for line in RAW.read_text().splitlines()] if RAW.exists() else []
     done = {(row["model"], row["setting"], row["keep"]) for row in known if row["record"] == "result"}
     images, end, asker = load_images(args.model, subject), time.monotonic() + 60 * args.minutes, Asker(subject)
@@ -250,8 +253,6 @@ def ask(args: argparse.Namespace, subject: Model, console: Console) -> None:
 
 def measure_time(args: argparse.Namespace, subject: Model, console: Console) -> None:
     """Measure the time of the choice of one image, in turn with divprune, and append the median ratios."""
-    import selector_method  # noqa: F401 (registers "learned")
-
     example = load_heldout(folder=subject.heldout)[0]
     image = example.image.resize((448, 448)) if args.model == "demo_qwen" else example.image
     inputs = subject.inputs([image], [example.question])

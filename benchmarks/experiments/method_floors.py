@@ -201,6 +201,8 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     "hawk": lambda s: [s.product(s.text + s.visual, s.width), s.product(s.visual, s.heads)],
     "idselection": lambda s: [_pairs(s), s.steps(s.kept, s.visual)],
     "ivc_prune": lambda s: [s.attention(s.text + s.visual // 100, s.visual + s.text)],
+    # The hidden layer of the scoring head, then the pairs of divprune.
+    "learned": lambda s: [s.product(s.visual, 128), s.product(s.visual, s.visual // 2), s.steps(s.kept, s.visual)],
     "mmtok": _asked,
     "mustdrop": _at_cuts(_words),
     "otprune": lambda s: [s.product(s.visual, s.visual, min(s.visual, s.width)), *_determinant(s)],

@@ -108,10 +108,11 @@ class BenchPlan:
             raise OptionError("A benchmark needs at least one keep and one seed.")
 
     def _fits(self, name: str) -> bool:
-        """Return True if a method can have an effect on these questions."""
+        """Return True if a method can have another effect on these questions than the others."""
         info = tokenprune.method_info(name)
         choosing = issubclass(info.cls, ImageChooser)
-        return (self.several or not choosing) and (self.videos or not info.for_videos)
+        is_own = info.cls.default_equals is None
+        return is_own and (self.several or not choosing) and (self.videos or not info.for_videos)
 
     @property
     def settings(self) -> dict[str, Setting]:

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that are fitted to a model, their files, and the `fit` attribute of the methods that use them."""
+"""Values that are fitted to a model, their files, and the `fit` attribute of the methods that use them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError, require
 from tokenprune.models.fingerprint import compute_fingerprint
-from tokenprune.selection.files import File, describe_error
+from tokenprune.selection.files import File, describe_error, write_atomically
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LazyFit:
@@ -26,26 +28,28 @@ class LazyFit:
         return getattr(require(self.module, "fitting"), self.name)
 
 
-@dataclass(frozen=True, eq=False)
-class FittedTable:
-    """Base class of tables that are fitted to one model and stored in a safetensors file.
+class FittedFile:
+    """Base class of tensors that are fitted to one model and stored in a safetensors file.
 
     Attributes:
         kind: Kind of the file, stored in its metadata.
         command: Arguments of `tokenprune` that write the file, such as "fit hawk".
-        dims: Number of dimensions of the table.
-        table: The fitted values, float32.
-        layer: Decoder layer that was observed, or 0 if the table does not depend on one layer.
         model: `fingerprint` of the decoder.
     """
 
     kind: ClassVar[str]
     command: ClassVar[str]
-    dims: ClassVar[int] = 2
 
-    table: torch.Tensor
-    layer: int
     model: str
+
+    def pack(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Return the tensors and the metadata of the file. `save` adds the kind and the model."""
+        raise NotImplementedError
+
+    @classmethod
+    def unpack(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Self | None:
+        """Return the values of a file, or None if they are not valid. May raise KeyError or ValueError."""
+        raise NotImplementedError
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file.
@@ -53,13 +57,11 @@ class FittedTable:
         Raises:
             OptionError: If the file cannot be written.
         """
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
-        metadata = {"kind": self.kind, "layer": str(self.layer), "model": self.model}
-        try:
-            save_file({"table": self.table.float().contiguous()}, str(path), metadata)
-        except (OSError, SafetensorError) as error:
-            raise OptionError(f"cannot write {path}: {error}") from error
+        tensors, metadata = self.pack()
+        tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
+        write_atomically(Path(path), save(tensors, {"kind": self.kind, **metadata, "model": self.model}))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -70,28 +72,55 @@ class FittedTable:
         """
         try:
             tensors, metadata = File.from_path(path).tensors()
-            if metadata.get("kind") != cls.kind:
-                raise OptionError(f"{path} was not written by `tokenprune {cls.command}`")
-            table = tensors["table"]
-            if table.ndim != cls.dims or not table.numel() or not bool(table.isfinite().all() & (table >= 0).all()):
-                raise OptionError(f"{path} is damaged. Write it again with `tokenprune {cls.command}`.")
-            return cls(table.float(), int(metadata["layer"]), metadata["model"])
+            is_ours = metadata.get("kind") == cls.kind
+            fitted = cls.unpack(tensors, metadata) if is_ours else None
         except (OSError, KeyError, ValueError) as error:
-            if isinstance(error, OptionError):
-                raise
             raise OptionError(
                 f"cannot read {path}, a file of `tokenprune {cls.command}`: {describe_error(error)}"
             ) from error
+        if not is_ours:
+            raise OptionError(f"{path} was not written by `tokenprune {cls.command}`")
+        if fitted is None:
+            raise OptionError(f"{path} is damaged. Write it again with `tokenprune {cls.command}`.")
+        return fitted
 
     def check_decoder(self, name: str, path: str | Path, decoder: torch.nn.Module) -> None:
-        """Raise OptionError if the table was fitted to another decoder.
+        """Raise OptionError if the values were fitted to another decoder.
 
         Args:
             name: Name of the method.
-            path: File that the table was read from.
+            path: File that the values were read from.
             decoder: Decoder of the patched model.
         """
         if self.model != compute_fingerprint(decoder):
             raise OptionError(
                 f"{name}: {path} was fitted to another model or dtype. Run `tokenprune {self.command}` with this model."
             )
+
+
+@dataclass(frozen=True, eq=False)
+class FittedTable(FittedFile):
+    """Base class of tables that are fitted to one model.
+
+    Attributes:
+        dims: Number of dimensions of the table.
+        table: The fitted values, float32.
+        layer: Decoder layer that was observed, or 0 if the table does not depend on one layer.
+        model: `fingerprint` of the decoder.
+    """
+
+    dims: ClassVar[int] = 2
+
+    table: torch.Tensor
+    layer: int
+    model: str
+
+    def pack(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        return {"table": self.table}, {"layer": str(self.layer)}
+
+    @classmethod
+    def unpack(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Self | None:
+        table = tensors["table"]
+        if table.ndim != cls.dims or not table.numel() or not bool(table.isfinite().all() & (table >= 0).all()):
+            return None
+        return cls(table.float(), int(metadata["layer"]), metadata["model"])

@@ -79,6 +79,20 @@ class File(str):
         return tensors, header.get("__metadata__") or {}
 
 
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file in one step, so that an interrupted run keeps the old file.
+
+    Raises:
+        OptionError: If the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OptionError(f"cannot write {path}: {describe_error(error)}") from error
+
+
 def check_output(*paths: Path | None) -> None:
     """Raise OptionError if a file cannot be written: a folder, a missing parent folder, or no permission."""
     for path in filter(None, paths):
@@ -111,4 +125,4 @@ def describe_error(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-__all__ = ["LIMIT", "File", "check_output", "check_output_folder", "describe_error"]
+__all__ = ["LIMIT", "File", "check_output", "check_output_folder", "describe_error", "write_atomically"]

@@ -160,6 +160,8 @@ class Method(CallRepr):
             the method needs no fitting.
         fit_limit: Default number of images for `tokenprune fit`. None: all images of a folder.
         fit_question: Default question about each image. None: the question of the synthetic scene.
+        default_equals: Method that makes the same choice as this method without a fitted file. The tuner and the
+            benchmark run such a method only if the user names it.
 
     Examples:
         >>> method = tokenprune.method("dart", pivot_image=8)
@@ -181,6 +183,7 @@ class Method(CallRepr):
     fit: ClassVar[Callable[..., Any] | None] = None
     fit_limit: ClassVar[int | None] = 48
     fit_question: ClassVar[str | None] = "Describe this image."
+    default_equals: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         """Check the types of the options. A subclass with additional checks calls this method first.
@@ -314,6 +317,11 @@ class Pruner(Method):
         share of the depth.
         """
         return (-1,)
+
+    @property
+    def fitted_width(self) -> int | None:
+        """Hidden size of the model that the method was fitted to. None if it runs with any size."""
+        return None
 
     def score(self, tokens: VisualTokens) -> Tensor:
         """Return the score of each visual token, shape (S, N), float. Higher scores are kept."""

@@ -44,6 +44,11 @@ UNFIT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "acts on towers that pack patches of any grid, and LLaVA-1.5 has a fixed grid",
     ),
     (
+        "methods that need a fitted file",
+        lambda method: method.default_equals is not None,
+        "needs a file that is fitted to the model",
+    ),
+    (
         "images withdrawn",
         lambda method: method.min_tokens == 0,
         "may drop all tokens at a layer, so its setting for 192 is not known before the run, or drops at a fixed layer",

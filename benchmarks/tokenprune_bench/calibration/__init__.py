@@ -8,5 +8,6 @@ from tokenprune_bench.calibration.attention_fitting import fit_d2pruner, fit_fit
 from tokenprune_bench.calibration.head_fitting import fit_hawk
 from tokenprune_bench.calibration.rate_fitting import fit_dyrate
 from tokenprune_bench.calibration.run import calibrate
+from tokenprune_bench.calibration.selector_fitting import fit_learned
 
-__all__ = ["Thresholds", "calibrate", "fit_d2pruner", "fit_dyrate", "fit_fitprune", "fit_hawk"]
+__all__ = ["Thresholds", "calibrate", "fit_d2pruner", "fit_dyrate", "fit_fitprune", "fit_hawk", "fit_learned"]

@@ -25,7 +25,7 @@ _STEPS = 50  # steps of the attention loss from 0 to 1
 
 
 @dataclass(frozen=True)
-class _Looker(Pruner):
+class Looker(Pruner):
     """Pass the tokens at `layer` to `note` and keep all tokens."""
 
     name: ClassVar[str] = "looker"
@@ -50,13 +50,13 @@ class _Looker(Pruner):
 
 
 @dataclass(frozen=True)
-class _Lookers(Pruner):
+class Lookers(Pruner):
     """Observe several layers as one method."""
 
     name: ClassVar[str] = "looker"
     site: ClassVar[Site] = Site.IN_LLM
 
-    parts: tuple[_Looker, ...]
+    parts: tuple[Looker, ...]
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         return [(part, budget) for part in self.parts]
@@ -105,7 +105,7 @@ def fit_d2pruner(
                 shape = maps[0].shape if maps else attention_map.shape
                 maps.append(resize_table(attention_map, shape[0] * shape[1], (1, *shape)).view(shape))
 
-    _look(model, samples, [_Looker(layer, note, frozenset({"last_row_attention"}))], progress)
+    _look(model, samples, [Looker(layer, note, frozenset({"last_row_attention"}))], progress)
     if not maps:
         raise TokenPruneError("Cannot fit: no sample has an image with a known token grid.")
     prior = AttentionPrior(torch.stack(maps).mean(0), layer, compute_fingerprint(get_adapter(model).decoder))
@@ -156,7 +156,7 @@ def fit_fitprune(
         for image, row, count in zip(batch, tokens.head_maxima.cpu(), tokens.counts, strict=True):
             image.append(row[:, :count].double())
 
-    parts = [_Looker(layer, note, frozenset({"head_maxima"})) for layer in range(1, layers)]
+    parts = [Looker(layer, note, frozenset({"head_maxima"})) for layer in range(1, layers)]
     _look(model, samples, parts, progress)
     if not maxima:
         raise TokenPruneError("Cannot fit: no sample has an image.")
@@ -198,14 +198,14 @@ def compute_kept_shares(attention: Sequence[Tensor], loss: float) -> list[float]
 
 @torch.no_grad()
 def _look(
-    model: Any, samples: Iterable[dict[str, Any]], parts: Sequence[_Looker], progress: Callable[[int], None] | None
+    model: Any, samples: Iterable[dict[str, Any]], parts: Sequence[Looker], progress: Callable[[int], None] | None
 ) -> None:
     if is_patched(model):
         raise AlreadyPatchedError("The model is patched. Call tokenprune.unpatch(model) before fitting.")
     layers = len(get_adapter(model).decoder.layers)
     if parts[-1].layer >= layers:
         raise OptionError(f"layer={parts[-1].layer} is out of range: this decoder has {layers} layers")
-    with patched(model, _Lookers(tuple(parts)), keep=0.5, guard="off"):
+    with patched(model, Lookers(tuple(parts)), keep=0.5, guard="off"):
         for done, sample in enumerate(samples, 1):
             model(**sample)
             if progress is not None:

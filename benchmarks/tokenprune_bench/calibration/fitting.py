@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +17,19 @@ from PIL import Image
 
 from tokenprune.errors import OptionError, require
 from tokenprune.methods.registry import available_methods, method_class
+from tokenprune.selection.files import describe_error
 from tokenprune.selection.options import describe_type, get_file_options, matches_type
 from tokenprune.settings.one_line import parse_value
 from tokenprune_bench.calibration.images import ImageFiles, read_image
+from tokenprune_bench.errors import DataError
+from tokenprune_bench.profiling.media import RowError
 from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.rows import read_rows
 
 # Differs from the seed of the held-out scenes.
 _SEED = 7
 _QUESTION = "Describe this image."
+_ROW = 'Write {"image": FILE, "question": TEXT}.'
 _COMMON = ("model", "samples", "out", "progress")  # arguments of every `fit`, not options
 
 
@@ -42,10 +48,23 @@ class FitSamples:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    @cached_property
+    def sample_keys(self) -> list[str]:
+        """Digest of the question and of the image (for a file: of its name and size), for each sample."""
+        keys = []
         for image, question in self._asked:
-            opened = image if isinstance(image, Image.Image) else read_image(image)
-            yield self._subject.inputs([opened], [question])
+            is_drawn = isinstance(image, Image.Image)
+            content = image.tobytes() if is_drawn else f"{image.name}:{image.stat().st_size}".encode()
+            keys.append(hashlib.sha256(question.encode() + b"\0" + content).hexdigest()[:32])
+        return keys
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image, question = self._asked[index]
+        opened = image if isinstance(image, Image.Image) else read_image(image)
+        return self._subject.inputs([opened], [question])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self.__getitem__, range(len(self)))
 
 
 class Fitter:
@@ -70,23 +89,33 @@ class Fitter:
         """Default output file, named after the method's file option."""
         return Path(f"{next(iter(sorted(get_file_options(self.cls))), self.name)}.safetensors")
 
-    def load_samples(self, images: Path | None, question: str | None, limit: int | None) -> list[tuple[Any, str]]:
-        """Return pairs of image and question, from a folder or drawn.
+    def load_samples(
+        self, images: Path | None, question: str | None, limit: int | None, data: Path | None = None
+    ) -> list[tuple[Any, str]]:
+        """Return pairs of image and question, from a folder or a file, or drawn.
 
         Args:
             images: Folder of images. None draws scenes.
             question: Question about each image. None selects the method's own.
             limit: Maximum number of images. None selects the method's own.
+            data: File with rows of an image and a question (tokenprune_bench.rows), instead of a folder.
 
         Raises:
             TokenPruneError: If no images are available.
         """
-        limit, question = limit or self.cls.fit_limit, question or self.cls.fit_question
+        limit, asked, question = limit or self.cls.fit_limit, question, question or self.cls.fit_question
+        if data is not None:
+            pairs = list(islice(_read_pairs(data, asked, question or _QUESTION), limit))
+            if not pairs:
+                raise DataError(f"{data} has no rows. {_ROW}")
+            return pairs
         if images is not None:
             return [(image, question or _QUESTION) for image in islice(ImageFiles(images), limit)]
         if limit is None:
-            raise OptionError(f"{self.name} is fitted on images like yours. Pass a folder with --images, or the number "
-                              "of scenes to draw with --limit.")  # fmt: skip
+            raise OptionError(
+                f"{self.name} is fitted on images like yours. Pass a folder with --images, a file with --data, or the "
+                "number of scenes to draw with --limit."
+            )
         return [(scene, question or scene_question) for scene, scene_question in _scenes(limit)]
 
     def run(self, subject: Model, samples: FitSamples, out: Path, step: Callable[[str, int, int], None]) -> Any:
@@ -152,6 +181,36 @@ def format_fit_options(name: str) -> str:
 
 def _tell(step: Callable[[str, int, int], None], label: str, total: int, done: int) -> None:
     step(label, done, total)
+
+
+def _read_pairs(data: Path, question: str | None, default: str) -> Iterator[tuple[Path, str]]:
+    """Yield the image and the question of each row of a file. Answers are ignored.
+
+    Args:
+        data: The file.
+        question: Question about each image. None selects the row's own.
+        default: Question of rows without one.
+
+    Raises:
+        DataError: If a row is not valid. The message names its line.
+    """
+    folder, rows = read_rows(data, None)
+    for where, row in rows:
+        if isinstance(row, RowError):
+            raise DataError(f"{where} of {data} is {row}.")
+        image = row.get("image") if isinstance(row, dict) else None
+        if not isinstance(image, str):
+            raise DataError(f"{where} of {data} names no image. {_ROW}")
+        path = folder / image
+        try:
+            with Image.open(path):  # reads the header only
+                pass
+        except OSError as error:
+            raise DataError(f"{where} of {data}: cannot read the image {path}: {describe_error(error)}.") from error
+        asked = question or row.get("question", default)
+        if not isinstance(asked, str) or not asked.strip():
+            raise DataError(f"{where} of {data}: the question {asked!r} is not a text. {_ROW}")
+        yield path, asked
 
 
 def _scenes(limit: int) -> Iterator[tuple[Image.Image, str]]:

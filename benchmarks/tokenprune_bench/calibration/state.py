@@ -14,8 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tokenprune.errors import OptionError
-from tokenprune.methods.encoder.thresholds import write_atomically
-from tokenprune.selection.files import check_output
+from tokenprune.selection.files import check_output, write_atomically
 from tokenprune.selection.sites.encoder import Tower
 from tokenprune_bench.calibration.images import ImageFiles
 

@@ -20,6 +20,7 @@ def fit(
     name: Annotated[str | None, typer.Argument(help="Method to fit; none: list those that are fitted.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; default: called as the method's option.")] = None,
     images: Annotated[Path | None, typer.Option(help="Folder of images; default: drawn scenes.")] = None,
+    data: Annotated[Path | None, typer.Option(help="File of rows with image and question, without answers.")] = None,
     question: Annotated[str | None, typer.Option(help="Asked about each image; default: the method's.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How many images; default: the method's.")] = None,
     model: ModelOption = None,
@@ -35,15 +36,19 @@ def fit(
 
     console = get_console()
     if name is None:
-        if context.args or out or images or model:
+        if context.args or out or images or data or model:
             raise OptionError(f"name the method to fit: one of {', '.join(list_fittable())}")
         for method_name in list_fittable():
             console.print(f"{method_name}: {format_fit_options(method_name)}", markup=False, soft_wrap=True)
         return
+    if images and data:
+        raise OptionError("pass either --images or --data, not both")
     fitter = Fitter(name, _options(context.args))
     out = fitter.default_out if out is None else out
     check_output(out)
-    asked = fitter.load_samples(images, question, limit)  # what is not to be had is named before the model is loaded
+    asked = fitter.load_samples(
+        images, question, limit, data
+    )  # what is not to be had is named before the model is loaded
     subject = load_model(model, device, threads, dtype, suffix="")
     with show_progress() as step:
         result = fitter.run(subject, FitSamples(subject, asked), out, step)

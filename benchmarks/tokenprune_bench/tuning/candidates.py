@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from tokenprune.errors import OptionError
-from tokenprune.methods.registry import available_methods
+from tokenprune.methods.registry import available_methods, method_class
 from tokenprune.selection.method import Site
 from tokenprune.selection.observable_registry import compares_frames
 from tokenprune.selection.sites.pixels import ImageChooser
@@ -49,7 +49,8 @@ def build_grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | in
     """Return one candidate per method (or stack) and keep.
 
     Args:
-        methods: Methods, stacks or settings. Empty selects all registered methods except the comparison methods.
+        methods: Methods, stacks or settings. Empty selects all registered methods except the comparison methods
+            and methods that need a fitted file.
         keeps: Keeps to combine with each method.
 
     Raises:
@@ -62,7 +63,9 @@ def build_grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | in
     if not keeps:
         raise OptionError("the tuner needs at least one keep")
     candidates = []
-    for method in tuple(methods) or [name for name in available_methods() if name not in load_comparison_methods()]:
+    left_out = load_comparison_methods()
+    names = [name for name in available_methods() if name not in left_out and not method_class(name).default_equals]
+    for method in tuple(methods) or names:
         setting = method if isinstance(method, Setting) else Setting.from_text(method)
         candidates += [setting.with_keep(keep).with_defaults({}, seed=SEED) for keep in keeps]
     for candidate in candidates:

@@ -87,10 +87,84 @@ def test_images_and_questions_of_the_user(tmp_path: Path) -> None:
     assert len(asked[0]) == 3 and asked[0][0] == asked[0][2] and asked[0] != asked[1]
 
 
+def test_rows_of_images_and_questions(tmp_path: Path) -> None:
+    Image.new("RGB", (60, 60)).save(tmp_path / "a.png")
+    rows = ['{"image": "a.png", "question": "how many circles?"}', '{"image": "a.png", "answer": "ignored"}']
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    call("fit", "theirs", "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "t")
+    (first, _), (second, _) = seen["arguments"]
+    assert first != second  # the second question is the default
+    call("fit", "theirs", "--data", tmp_path / "rows.jsonl", "--question", "how many?", "--out", tmp_path / "t")
+    (first, _), (second, _) = seen["arguments"]
+    assert first == second  # the option replaces the questions of the rows
+
+
+@each(
+    ("row", "says"),
+    [
+        ('{"image": "b.png"}', "line 2 of .*cannot read the image .*b.png: No such file"),
+        ('{"image": "text.png"}', "line 2 of .*cannot read the image .*text.png"),
+        ('{"image": ["a.png"]}', r"line 2 of .*names no image. Write \{"),
+        ('{"question": "how many?"}', "line 2 of .*names no image"),
+        ('"a.png"', "line 2 of .*names no image"),
+        ('{"image": "a.png", "question": 3}', "line 2 of .*the question 3 is not a text"),
+        ('{"image": "a.png", "question": " "}', "line 2 of .*the question ' ' is not a text"),
+        ('{"image": "a.png"', "line 2 of .*is not valid JSON"),
+    ],
+)
+def test_a_bad_row_is_refused(row: str, says: str, tmp_path: Path) -> None:
+    Image.new("RGB", (60, 60)).save(tmp_path / "a.png")
+    (tmp_path / "text.png").write_text("not an image")
+    (tmp_path / "rows.jsonl").write_text('{"image": "a.png"}\n' + row)
+    message = refused("fit", "theirs", "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "t")
+    assert re.search(says, " ".join(message.split())), message
+    (tmp_path / "rows.jsonl").write_text("\n")
+    assert "has no rows" in refused("fit", "theirs", "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "t")
+
+
+def test_learned_is_fitted_and_used(tmp_path: Path) -> None:
+    out = tmp_path / "s.safetensors"
+    for name, size in (("a.png", (61, 47)), ("b.jpeg", (200, 90))):
+        Image.new("RGB", size, (90, 0, 0)).save(tmp_path / name)
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"image": "a.png", "question": "what is it?"}\n\n{"image": "b.jpeg", "question": "how many?"}')
+    arguments = ("fit", "learned", "--model", "demo_qwen", "--data", data, "--keep", "0.25,0.11", "--out", out)
+    result = call(*arguments, "--minutes", 1, "--epochs", 2, "--use-question")
+    assert "2 of 2 samples, 2 passes" in result.stdout and "the best 11% of the tokens hold" in result.stdout
+    assert "fit learned" in result.stderr and sorted(tmp_path.glob("s.*")) == [out]  # progress; no other file
+    assert tokenprune.method("learned", selector=out).query_aware
+    call(*arguments, "--minutes", 1e-9)
+    assert not tokenprune.method("learned", selector=out).query_aware
+    data.write_text('{"image": "a.png", "question": "what is it?"}\n{"image": "b.jpeg", "question": "how few?"}')
+    assert "belongs to a fit with other seed" in refused(*arguments, "--seed", "3")
+    assert "2 of 2 samples" in call(*arguments).stdout and sorted(tmp_path.glob("s.*")) == [out]
+    call(*arguments, "--minutes", 1e-9)
+    call("fit", "learned", "--images", tmp_path, "--epochs", 1, "--out", out, "--restart")
+    assert sorted(tmp_path.glob("s.*")) == [out]
+
+
+@each(
+    ("options", "says"),
+    [
+        (("--target", "labels"), "for target, not 'labels'"),
+        (("--keep", "2"), "keep=2 cannot be fitted"),
+        (("--minutes", "0"), "minutes=0.* is not valid"),
+        (("--minutes", "soon"), "for minutes, not 'soon'"),
+        (("--epochs", "0"), "epochs=0 is not valid"),
+        ((), "fitted on images like yours. Pass a folder with --images, a file with --data"),
+    ],
+)
+def test_options_of_learned_are_refused(options: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    limit = ("--limit", 1) if options else ()
+    message = refused("fit", "learned", *limit, *options, "--out", tmp_path / "s")
+    assert re.search(says, message), message
+    assert not any(tmp_path.iterdir())
+
+
 @each(
     ("arguments", "says"),
     [
-        (("nobody",), "'nobody' cannot be fitted. Use one of d2pruner, dymu, dyrate, fitprune, hawk, theirs"),
+        (("nobody",), "'nobody' cannot be fitted. Use one of d2pruner, dymu, dyrate, fitprune, hawk, learned, theirs"),
         (("dart",), r"'dart' cannot be fitted. Use one of d2pruner"),
         (("theirs", "--powr", "2"), r"no option 'powr'. Options: --power 1.0, --layers \(\), --loud False"),
         (("fitprune", "--layer", "2"), r"no option 'layer'. Options: \(none\)"),
@@ -101,6 +175,8 @@ def test_images_and_questions_of_the_user(tmp_path: Path) -> None:
         (("theirs", "stray"), "'stray' belongs to no option"),
         (("theirs", "--out", "absent/t"), "the folder absent does not exist"),
         (("theirs", "--images", "absent"), "is not a folder"),
+        (("theirs", "--data", "absent"), "does not exist"),
+        (("theirs", "--data", "absent", "--images", "absent"), "either --images or --data"),
         (("dymu",), "--images"),
         (("--images", "absent"), "name the method to fit"),
     ],
@@ -113,7 +189,7 @@ def test_refused(arguments: tuple[str, ...], says: str) -> None:
 
 def test_the_list() -> None:
     lines = dict(line.split(": ", 1) for line in call("fit").stdout.splitlines())
-    assert list(lines) == list_fittable() == ["d2pruner", "dymu", "dyrate", "fitprune", "hawk", "theirs"]
+    assert list(lines) == list_fittable() == ["d2pruner", "dymu", "dyrate", "fitprune", "hawk", "learned", "theirs"]
     assert lines["d2pruner"] == "--layer 2" and "--batch-size 32" in lines["dymu"] and lines["fitprune"] == "(none)"
 
 

@@ -51,7 +51,7 @@ def test_file_options_are_listed() -> None:
     methods = {name: registry.method_class(name) for name in registry.available_methods()}
     found = {(name, option) for name, cls in methods.items() for option in get_file_options(cls)}
     fitted = {("dyrate", "predictor"), ("d2pruner", "prior"), ("fitprune", "recipe"), ("hawk", "heads")}
-    assert found == {("dymu", "thresholds"), *fitted}
+    assert found == {("dymu", "thresholds"), ("learned", "selector"), *fitted}
 
     @dataclass(frozen=True)
     class Typed(Method):

@@ -94,8 +94,8 @@ def test_a_method_page_shows_the_kept_tokens() -> None:
     method_pages = generator("method_pages")
     record = {path.stem: json.loads(path.read_text()) for path in method_pages.KEPT.glob("*.json")}
     # ipcv and pevlm keep all tokens, view_select keeps images, no shipped model has the tower of earlytom, docprune
-    # drops no part of a photograph, and erase needs a processor.
-    assert set(METHODS) - set(record) == {"ipcv", "pevlm", "view_select", "earlytom", "docprune", "erase"}
+    # drops no part of a photograph, erase needs a processor, and learned a fitted file.
+    assert set(METHODS) - set(record) == {"ipcv", "pevlm", "view_select", "earlytom", "docprune", "erase", "learned"}
     for name, kept in record.items():
         original = {"image": "the-photograph", "video": "the-video"}[kept["of"]]
         text = method_pages.image(name)

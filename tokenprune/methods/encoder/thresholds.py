@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,9 +12,9 @@ from typing import Any
 
 import torch
 
-from tokenprune.errors import BudgetError, OptionError, TokenPruneError
+from tokenprune.errors import BudgetError, OptionError
 from tokenprune.models.fingerprint import Fingerprint
-from tokenprune.selection.files import File, describe_error
+from tokenprune.selection.files import File, describe_error, write_atomically
 
 _SHIPPED = Path(__file__).resolve().parent / "data"
 _ENTRY, _VERSION = "tokenprune_thresholds", 1
@@ -100,7 +99,7 @@ class Thresholds:
         """Write a safetensors file.
 
         Raises:
-            TokenPruneError: If the file cannot be written.
+            OptionError: If the file cannot be written.
         """
         from safetensors.torch import save
 
@@ -158,17 +157,3 @@ def find_shipped(fingerprint: Fingerprint) -> Thresholds:
         "--model MODEL --images DIR --keep 0.25 --out thresholds.safetensors` and pass "
         'thresholds="thresholds.safetensors".'
     )
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file in one step, so that an interrupted run keeps the old file.
-
-    Raises:
-        TokenPruneError: If the file cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise TokenPruneError(f"cannot write {path}: {error.strerror or error}") from error

@@ -201,7 +201,7 @@ def probe(method: Pruner) -> None:
     """
     generator = torch.Generator("cpu").manual_seed(0)
     for counts, share in (([16], 0.25), ([9, 5], 0.6)):
-        rows = normal(sum(counts), 8, generator=generator)
+        rows = normal(sum(counts), method.fitted_width or 8, generator=generator)
         keep = [min(n, max(1, method.resolve_count(n, max(1, round(n * share))))) for n in counts]
         rehearse(method, rows, counts, keep, encoded=_draw_values(method, counts))
 

@@ -50,6 +50,12 @@ def check_model(setting: Setting, model_config: Any) -> None:
         return
     backend, config = Backend.VLLM_IN_LLM if setting.in_llm else Backend.VLLM, model_config.hf_config
     checks.check(setting.method, family_of(model_config), backend, config=config)
+    width = getattr(setting.method, "fitted_width", None)
+    if width not in (None, config.get_text_config().hidden_size):
+        raise OptionError(
+            f"{setting.method.name} was fitted to a model with a hidden size of {width}, not "
+            f"{config.get_text_config().hidden_size}. Run `tokenprune fit {setting.method.name}` with this model."
+        )
     if acts_in_tower(setting.method) or checks.reads_tower(setting.method):
         check_tower(setting, model_config)
 

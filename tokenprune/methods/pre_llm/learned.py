@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The method `learned`, which is registered on import: keep tokens by a fitted scoring head."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -10,10 +8,11 @@ from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Le
-from selector_head import Selector, describe_question, describe_tokens
 
 from tokenprune.kernels.clusters import select_farthest_weighted
+from tokenprune.methods.fitted import LazyFit
 from tokenprune.methods.registry import register
+from tokenprune.methods.selector import Selector, describe_question, describe_tokens
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -29,12 +28,26 @@ class Learned(Pruner):
     was fitted with the question, it also reads the mean embedding of the text after the image.
 
     Args:
-        selector: Path of a file of `Selector`. None: all tokens score equally, so the choice is
+        selector: Path of a file written by `tokenprune fit learned`. None: all tokens score equally, so the choice is
             that of `divprune`, with a note in `Stats.notes`.
         diversity: 0 keeps the highest scores. Otherwise each pick maximizes exp(score) * distance ** diversity, where
             distance is the cosine distance to the nearest earlier pick, as in `divprune`.
+
+    Source:
+        An addition. Learned selectors of other projects train several million parameters, often together with the
+        model; this head has at most 1 % of the model's parameters and is fitted to the frozen model's own answers.
+
+    Examples:
+        >>> model = tokenprune.patch(model, Learned(diversity=2.0), keep=0.25)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).keep_ratio
+        0.25
     """
 
+    fit = LazyFit("tokenprune_bench.calibration.selector_fitting", "fit_learned")
+    fit_limit: ClassVar[int | None] = None
+    fit_question: ClassVar[str | None] = None  # use the question of the drawn scene
+    default_equals: ClassVar[str | None] = "divprune"
     never_nan: ClassVar[bool] = True
 
     selector: str | Path | None = field(default=None, metadata={"file": True})
@@ -67,7 +80,7 @@ class Learned(Pruner):
         self._check(
             self.fitted_width == tokens.hidden.shape[2],
             f"{self.selector} is for a hidden size of {self.fitted_width}, not {tokens.hidden.shape[2]}. Run "
-            "`learned.py fit` with this model.",
+            "`tokenprune fit learned` with this model.",
         )
         question = describe_question(tokens) if self._fitted.uses_question else None
         return self._fitted.score(describe_tokens(tokens), question)

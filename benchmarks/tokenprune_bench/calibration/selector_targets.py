@@ -3,28 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
-from selector_head import describe_question, describe_tokens
 from torch import Tensor, nn
 
 from tokenprune.api import patched
 from tokenprune.errors import OptionError
 from tokenprune.integrations.hf.families import get_adapter
+from tokenprune.methods.selector import describe_question, describe_tokens
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
-from tokenprune_bench.calibration.attention_fitting import _Looker, _Lookers
+from tokenprune_bench.calibration.attention_fitting import Looker, Lookers
 from tokenprune_bench.calibration.rate_fitting import build_greedy_options
 
+_LARGEST = 65504.0  # in float16
 _TOP = 32  # tokens of each next-token distribution that the loss compares
 _LOWEST = -20.0  # smallest attention bias
+_TARGET = "target."  # prefix of a target's name in `ObservedPrompt.to_tensors`
 
 
 @dataclass
-class Observation:
+class ObservedPrompt:
     """One prompt with its images, and the model's own answer.
 
     Attributes:
@@ -32,7 +33,7 @@ class Observation:
         question: Mean embedding of the text after each image, float32, shape (S, D).
         mask: Mask of visual tokens, bool, shape (S, N).
         position: Index of each visual token in the prompt, int64, shape (S, N).
-        embeddings: Input of the decoder for prompt and answer, shape (1, L, D).
+        embeddings: Input of the decoder for prompt and answer, shape (1, L, D). None if no target needs it.
         position_ids: Position ids of prompt and answer, shape (..., L). None if the decoder counts the tokens.
         top: Most likely tokens of each step of the answer, int64, shape (steps, k).
         likely: Their probabilities, float32, shape (steps, k).
@@ -43,11 +44,36 @@ class Observation:
     question: Tensor
     mask: Tensor
     position: Tensor
-    embeddings: Tensor
+    embeddings: Tensor | None
     position_ids: Tensor | None
     top: Tensor
     likely: Tensor
     targets: dict[str, Tensor] = field(default_factory=dict)
+
+    def has(self, target: str) -> bool:
+        """Return True if the head can be fitted to `target` without another forward of the vision tower."""
+        return self.embeddings is not None if target == "topk" else target in self.targets
+
+    def get_rows(self) -> Tensor:
+        """Return the inputs of all visual tokens, float32, shape (tokens, D + 4)."""
+        return self.inputs[self.mask].float()
+
+    def to(self, device: Any) -> ObservedPrompt:
+        """Return a copy on `device`."""
+        return ObservedPrompt.from_tensors({name: value.to(device) for name, value in self.to_tensors().items()})
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        tensors = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "targets"}
+        targets = {_TARGET + name: value for name, value in self.targets.items()}
+        return {name: value for name, value in tensors.items() if value is not None} | targets
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> ObservedPrompt:
+        """Return the sample of `to_tensors`. Raises KeyError or TypeError for other tensors."""
+        targets = {name.removeprefix(_TARGET): value for name, value in tensors.items() if name.startswith(_TARGET)}
+        rest: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith(_TARGET)}
+        return cls(**{"embeddings": None, "position_ids": None} | rest, targets=targets)
 
 
 @dataclass(frozen=True)
@@ -59,48 +85,30 @@ class _TokenRecorder(Pruner):
     chooses_count: ClassVar[bool] = True
     query_aware: ClassVar[bool] = True
 
-    records: list[tuple[Tensor, ...]] = field(default_factory=list, compare=False)
+    records: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list, compare=False)
 
     def select(self, tokens: VisualTokens) -> Selection:
-        record = describe_tokens(tokens).half(), describe_question(tokens), tokens.mask, tokens.segments.position
+        inputs = describe_tokens(tokens).clamp(-_LARGEST, _LARGEST).half()
+        record = inputs, describe_question(tokens), tokens.mask, tokens.segments.position
         self.records.append(record)
         return Selection(tokens.mask, counts=tokens.counts)
 
 
-class Observations:
-    """The samples of a fit by index. Each is observed once.
+@torch.no_grad()
+def observe(
+    model: Any, arguments: dict[str, Any], max_new_tokens: int, with_embeddings: bool = True
+) -> ObservedPrompt | None:
+    """Answer a prompt greedily and return the sample, without targets. None if the prompt lacks images.
 
     Args:
         model: The frozen model.
-        arguments: Model arguments of prompts with images, one prompt each.
-        max_new_tokens: Maximum length of an answer.
+        arguments: Model arguments of one prompt.
+        max_new_tokens: Maximum length of the answer.
+        with_embeddings: Return the inputs of the decoder too.
+
+    Raises:
+        OptionError: If there are several prompts, or the decoder has inputs that a fit cannot repeat.
     """
-
-    def __init__(self, model: Any, arguments: Sequence[dict[str, Any]], max_new_tokens: int) -> None:
-        self.model, self.arguments, self.max_new_tokens = model, arguments, max_new_tokens
-        self.samples: dict[int, Observation | None] = {}
-
-    def __len__(self) -> int:
-        return len(self.arguments)
-
-    def get(self, index: int, target: str) -> Observation | None:
-        """Return a sample with `target`, or None if the prompt lacks images."""
-        if index in self.samples and (self.samples[index] is None or target in (*self.samples[index].targets, "topk")):
-            return self.samples[index]
-        arguments = self.arguments[index]
-        if index not in self.samples:
-            self.samples[index] = observe(self.model, arguments, self.max_new_tokens)
-        sample = self.samples[index]
-        if sample is not None and target == "attention":
-            sample.targets[target] = measure_attention(self.model, arguments, sample)
-        elif sample is not None and target == "gradient":
-            sample.targets[target] = measure_gradient(self.model, sample)
-        return sample
-
-
-@torch.no_grad()
-def observe(model: Any, arguments: dict[str, Any], max_new_tokens: int) -> Observation | None:
-    """Answer a prompt greedily and return the sample, without targets. None if the prompt lacks images."""
     if len(arguments["input_ids"]) != 1:
         raise OptionError("A sample of the fit must be a single prompt. Pass samples with one row each.")
     recorder, calls = _TokenRecorder(), []
@@ -116,18 +124,23 @@ def observe(model: Any, arguments: dict[str, Any], max_new_tokens: int) -> Obser
         handle.remove()
     if not recorder.records:
         return None
-    prompt, position_ids = _check_call(calls[0])
     answer = full.sequences[:, full.sequences.shape[1] - len(full.logits) :]
-    # No logits are compared after the last token of the answer.
+    embeddings, position_ids = join_answer(model, calls[0], answer) if with_embeddings else (None, None)
+    likely, top = torch.cat(full.logits).float().softmax(1).topk(min(_TOP, full.logits[0].shape[1]))
+    likely = likely / likely.sum(1, keepdim=True)
+    return ObservedPrompt(*recorder.records[0], embeddings, position_ids, top, likely)
+
+
+def join_answer(model: Any, call: dict[str, Any], answer: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return embeddings and position ids of the prompt and all but the last token of the answer."""
+    prompt, position_ids = _check_call(call)
     embeddings = torch.cat([prompt, model.get_input_embeddings()(answer[:, :-1]).to(prompt.dtype)], 1)
     if position_ids is not None:
         last = position_ids.amax(-1, keepdim=True)
         if last.ndim == 3:  # text continues behind the largest of the three M-RoPE axes, which may follow a text axis
             last[-3:] = last[-3:].amax(0, keepdim=True)
         position_ids = torch.cat([position_ids, last + torch.arange(1, answer.shape[1], device=last.device)], -1)
-    likely, top = torch.cat(full.logits).float().softmax(1).topk(min(_TOP, full.logits[0].shape[1]))
-    likely = likely / likely.sum(1, keepdim=True)
-    return Observation(*recorder.records[0], embeddings, position_ids, top, likely)
+    return embeddings, position_ids
 
 
 def _check_call(call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -136,13 +149,13 @@ def _check_call(call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     other = [name for name, value in call.items() if name not in known and isinstance(value, (Tensor, list, tuple))]
     if other or isinstance(call.get("attention_mask"), dict) or call.get("inputs_embeds") is None:
         raise OptionError(
-            f"learned cannot be fitted to this decoder, which takes {', '.join(other) or 'several attention masks'}. "
-            "Use divprune."
+            f"This decoder takes {', '.join(other) or 'several attention masks'}, which a fit with gradients cannot "
+            'repeat. Pass target="attention".'
         )
     return call["inputs_embeds"], call.get("position_ids")
 
 
-def compute_loss(model: Any, sample: Observation, bias: Tensor) -> Tensor:
+def compute_loss(model: Any, sample: ObservedPrompt, bias: Tensor) -> Tensor:
     """Return the cross-entropy of the model's own answer if `bias` is added to the attention to each visual token.
 
     Args:
@@ -150,6 +163,7 @@ def compute_loss(model: Any, sample: Observation, bias: Tensor) -> Tensor:
         sample: A sample.
         bias: Logarithm of the gate of each visual token, float32, shape (S, N).
     """
+    assert sample.embeddings is not None  # see `ObservedPrompt.has`
     length, steps = sample.embeddings.shape[1], len(sample.top)
     flat = sample.mask.flatten()
     column = bias.new_zeros(length).index_put((sample.position.flatten()[flat],), bias.flatten()[flat])
@@ -167,8 +181,22 @@ def compute_loss(model: Any, sample: Observation, bias: Tensor) -> Tensor:
     return -(sample.likely * logits.float().log_softmax(1).gather(1, sample.top)).sum(1).mean()
 
 
+def measure(target: str, model: Any, arguments: dict[str, Any], sample: ObservedPrompt) -> Tensor:
+    """Return the share of each visual token in the image's importance, float32, shape (S, N).
+
+    Args:
+        target: "attention" or "gradient".
+        model: The frozen model.
+        arguments: Model arguments of the prompt.
+        sample: The observed prompt, on the model's device.
+    """
+    if target == "attention":
+        return measure_attention(model, arguments, sample)
+    return measure_gradient(model, sample)
+
+
 @torch.no_grad()
-def measure_attention(model: Any, arguments: dict[str, Any], sample: Observation) -> Tensor:
+def measure_attention(model: Any, arguments: dict[str, Any], sample: ObservedPrompt) -> Tensor:
     """Return the attention of the answer to each visual token, mean over heads and the middle half of the layers."""
     layers, start = len(get_adapter(model).decoder.layers), arguments["input_ids"].shape[1] - 1
     ids = torch.cat([arguments["input_ids"], sample.top[None, :-1, 0]], 1)
@@ -183,8 +211,8 @@ def measure_attention(model: Any, arguments: dict[str, Any], sample: Observation
         total.add_(tokens.attention_from(rows / rows.sum(1, keepdim=True).clamp(min=1)).mean(1))
 
     observed = range(max(1, layers // 4), max(2, 3 * layers // 4))
-    parts = tuple(_Looker(layer, note, frozenset({"text_attention"})) for layer in observed)
-    with patched(model, _Lookers(parts), keep=0.5, guard="off"):
+    parts = tuple(Looker(layer, note, frozenset({"text_attention"})) for layer in observed)
+    with patched(model, Lookers(parts), keep=0.5, guard="off"):
         model(**prompt | {"input_ids": ids}, use_cache=False)
     return _normalize(total, sample.mask)
 
@@ -196,7 +224,7 @@ def _extend(value: Any, shape: torch.Size, count: int, name: str) -> Any:
     return torch.cat([value, value.new_full((1, count), int(name == "attention_mask"))], 1)
 
 
-def measure_gradient(model: Any, sample: Observation) -> Tensor:
+def measure_gradient(model: Any, sample: ObservedPrompt) -> Tensor:
     """Return the size of the gradient of the answer's loss with respect to the gate of each visual token."""
     bias = torch.zeros(sample.mask.shape, device=sample.mask.device, requires_grad=True)
     with torch.enable_grad():

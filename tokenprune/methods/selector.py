@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scoring head of visual tokens, its inputs, and its file."""
+"""The scoring head of `learned`, its inputs, and its file."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from safetensors import SafetensorError
-from torch import Tensor
 
-from tokenprune.errors import OptionError
 from tokenprune.kernels.transfer import to_device
-from tokenprune.models.fingerprint import compute_fingerprint
-from tokenprune.selection.files import File, describe_error
+from tokenprune.methods.fitted import FittedFile
 from tokenprune.selection.tokens import VisualTokens
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 NUM_STATISTICS = 4  # row, column, logarithm of the norm, cosine to the mean of the image
-_KIND, _COMMAND = "tokenprune selector", "python benchmarks/experiments/learned.py fit"
 _EPSILON = 1e-6
 _LAYER = ("mean", "std", "hidden_weight", "hidden_bias", "out_weight")
 _QUESTION = ("question_mean", "question_std", "question_weight")
@@ -57,7 +54,7 @@ def describe_question(tokens: VisualTokens) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Selector:
+class Selector(FittedFile):
     """A scoring head with one hidden layer, fitted to one model.
 
     Attributes:
@@ -65,6 +62,9 @@ class Selector:
             and of the output, and, if the question is used, of its embedding.
         model: `fingerprint` of the decoder.
     """
+
+    kind: ClassVar[str] = "tokenprune selector"
+    command: ClassVar[str] = "fit learned"
 
     weights: dict[str, Tensor]
     model: str
@@ -94,43 +94,14 @@ class Selector:
         weights = {name: weight.to(inputs.device) for name, weight in self.weights.items()}
         return compute_logits(weights, inputs, question)
 
-    def save(self, path: str | Path) -> None:
-        """Write a safetensors file.
-
-        Raises:
-            OptionError: If the file cannot be written.
-        """
-        from safetensors.torch import save_file
-
-        tensors = {name: weight.detach().float().cpu().contiguous() for name, weight in self.weights.items()}
-        try:
-            save_file(tensors, str(path), {"kind": _KIND, "model": self.model})
-        except (OSError, SafetensorError) as error:
-            raise OptionError(f"cannot write {path}: {error}") from error
+    def pack(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        return self.weights, {}
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a file written by `save`.
-
-        Raises:
-            OptionError: If the file is missing, damaged or of another kind.
-        """
-        try:
-            tensors, metadata = File.from_path(path).tensors()
-            if metadata.get("kind") != _KIND:
-                raise OptionError(f"{path} was not written by `{_COMMAND}`")
-            if not _is_valid(tensors):
-                raise OptionError(f"{path} is damaged. Write it again with `{_COMMAND}`.")
-            return cls({name: tensor.float() for name, tensor in tensors.items()}, metadata["model"])
-        except (OSError, KeyError, ValueError) as error:
-            if isinstance(error, OptionError):
-                raise
-            raise OptionError(f"cannot read {path}, a file of `{_COMMAND}`: {describe_error(error)}") from error
-
-    def check_decoder(self, name: str, path: str | Path, decoder: torch.nn.Module) -> None:
-        """Raise OptionError if the selector was fitted to another decoder."""
-        if self.model != compute_fingerprint(decoder):
-            raise OptionError(f"{name}: {path} was fitted to another model or dtype. Run `{_COMMAND}` with this model.")
+    def unpack(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Self | None:
+        if not _is_valid(tensors):
+            return None
+        return cls({name: tensor.float() for name, tensor in tensors.items()}, metadata["model"])
 
 
 def _is_valid(tensors: dict[str, Tensor]) -> bool:

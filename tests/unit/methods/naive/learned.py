@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiment's method `learned`: a loop written from its description."""
+"""learned: a loop written from its description."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from greedy import cosine_table, next_pick
+from method_rows import Picks
 
 
 def naive_scores(x: Tensor, t: Tensor, weights: Mapping[str, Tensor], grid: tuple[int, int] | None) -> Tensor:
@@ -54,3 +55,14 @@ def naive(
             value = (score - score.max()).exp()
         picks.append(next_pick(value, picks, kept, slack))
     return picks
+
+
+ROWS = {
+    "learned": Picks(
+        naive=naive,
+        tried=({}, {"diversity": 4.0}),
+        refused=({"diversity": -1.0}, {"diversity": 17.0}, {"diversity": "x"}, {"selector": 3}),
+        unchanged=("length of tokens", "unit of tokens", "turn of tokens", "text"),
+        slack=1e-4,
+    )
+}
