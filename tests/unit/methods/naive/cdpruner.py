@@ -64,8 +64,8 @@ def naive_divprune(
     """Greedy max-min distance. The first token has the greatest distance to its nearest token."""
     similarity, distinctness = naive_centred(x, z, center) if center else (cosine_table(x), 1)
     distance = 1 - similarity
-    others = distance.clone().fill_diagonal_(torch.inf)
-    picks = [next_pick(others.amin(0), [], kept, slack)]
+    distance_to_others = distance.clone().fill_diagonal_(torch.inf)
+    picks = [next_pick(distance_to_others.amin(0), [], kept, slack)]
     while len(picks) < keep:
         picks.append(next_pick(distinctness * distance[picks].amin(0), picks, kept, slack))
     return picks

@@ -49,9 +49,9 @@ def naive_blur(cells: Tensor) -> Tensor:
 
 
 def naive(x: Tensor, t: Tensor, keep: int, kept: Any = (), slack: float = 0.0, z: Any = None, a: Any = None,
-          **more: Any) -> list[int]:  # fmt: skip
+          **options: Any) -> list[int]:  # fmt: skip
     """Greedy facility location on the weighted similarities (cos + 1) / 2."""
-    weight = naive_weight(x, t, **more) if len(t) else torch.ones(len(x))
+    weight = naive_weight(x, t, **options) if len(t) else torch.ones(len(x))
     similarity, picks = (cosine_table(x) + 1) / 2, []
     cover = torch.zeros(len(x), dtype=torch.float64)
     for _ in range(keep):

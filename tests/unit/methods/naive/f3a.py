@@ -144,7 +144,7 @@ def naive_first_choice(
     mean_capacity = len(smell) / len(cells.members)
     active = top(torch.tensor(strength), max(2, min(round(keep / (1.15 * mean_capacity)), len(cells.members), keep)))
     candidate_windows = {w for w, (r, c) in enumerate(cells.windows) for a in active
-            if max(abs(cells.windows[a][0] - r), abs(cells.windows[a][1] - c)) <= 1}  # fmt: skip
+                         if max(abs(cells.windows[a][0] - r), abs(cells.windows[a][1] - c)) <= 1}  # fmt: skip
     candidate_windows |= {cells.window[i] for i in anchors}
     fixed = set(anchors) | {top(0.55 * smell + 0.45 * lock, 1, cells.members[w])[0] for w in active}
     selected, tokens = set(fixed), range(len(smell))

@@ -19,7 +19,7 @@ from videos import (
 
 
 def still_places(is_static_step: list[list[bool]], begin: int, end: int) -> list[int]:
-    """Return the cells that are static in frames `begin` to `end`, inclusive. steps: flags per pair of frames."""
+    """Return the cells that are static in frames `begin` to `end`, inclusive, from flags per pair of frames."""
     cells = range(len(is_static_step[0])) if is_static_step else []
     return [p for p in cells if end > begin and all(is_static_step[f][p] for f in range(begin, end))]
 

@@ -22,9 +22,9 @@ def table(
 
 
 def naive(x: Tensor, z: Tensor, t: Tensor, keep: int, kept: Any = (), slack: float = 0.0, features: str = "tower",
-          a: Any = None, **more: Any) -> list[int]:  # fmt: skip
+          a: Any = None, **options: Any) -> list[int]:  # fmt: skip
     """Greedy maximum coverage: each step adds the greatest sum over rows of max(0, A_j - best)."""
-    covers, picks = table(x, z if features == "tower" else x, t, **more), []
+    covers, picks = table(x, z if features == "tower" else x, t, **options), []
     best = torch.zeros(len(covers), dtype=torch.float64)
     for _ in range(keep):
         picks.append(next_pick((covers - best[:, None]).clamp(min=0).sum(0), picks, kept, slack))
