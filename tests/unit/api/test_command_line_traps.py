@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small traps of the command line: what a caption, a comma, Ctrl+C or a file that was cut means."""
+"""Edge cases of the command line: captions, commas, Ctrl+C and truncated files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def subject() -> Model:
     return load_model("demo_vlm", device="cpu")
 
 
-# -- what is kept ------------------------------------------------------------------------------------------------------
+# -- kept tokens -------------------------------------------------------------------------------------------------------
 
 
 @each(("keep", "share"), [(64, "25 %"), (0.25, "6.25 %"), ([0.5, 16], "6.25 %"), (40, "15.6 %")])
@@ -49,12 +49,12 @@ def test_profile_prints_the_shares_that_a_stack_keeps(keep: Any, share: str, sub
     inputs = subject.inputs([Image.open(IMAGE)], ["what?"])
     with tokenprune.patched(subject.model, config=setting, guard="off"):
         subject.generate(inputs)
-        kept = tokenprune.stats(subject.model).visual_tokens_out
+        num_kept = tokenprune.stats(subject.model).visual_tokens_out
     methods, budgets = setting.steps()
     text = describe_cuts(methods, budgets, 256)
-    assert round(256 * compute_kept_share(budgets, 256)) == kept and f": {kept} of 256 in all ({share})" in text
-    written = "+".join(map(str, keep)) if isinstance(keep, list) else keep
-    output = call(*PROFILE, "--details", "--methods", "divprune+fastv", "--keep", written).stdout
+    assert round(256 * compute_kept_share(budgets, 256)) == num_kept and f": {num_kept} of 256 in all ({share})" in text
+    keep_argument = "+".join(map(str, keep)) if isinstance(keep, list) else keep
+    output = call(*PROFILE, "--details", "--methods", "divprune+fastv", "--keep", keep_argument).stdout
     assert f"keep {share}" in output and text in output
 
 
@@ -86,7 +86,7 @@ def test_a_profile_of_two_settings_has_a_table_of_each() -> None:
 
 def test_a_stack_is_captioned_with_what_it_leaves(subject: Model) -> None:
     assert format_keep(0.25, 1, 0.25) == "0.25" and format_keep(64, 2, 0.25) == "64 each, 25 % in all"
-    settings = [Setting.from_text(one, 0.25) for one in ("divprune+fastv", "divprune")]
+    settings = [Setting.from_text(method, 0.25) for method in ("divprune+fastv", "divprune")]
     shown = side_by_side.show(subject, [Image.open(IMAGE)], "what?", settings)
     assert [panel.title for panel in shown.kept_panels] == [
         "divprune+fastv, keep 0.25 each, 6.25 % in all", "divprune, keep 0.25",
@@ -114,12 +114,12 @@ def test_the_tuner_tells_what_a_stack_leaves() -> None:
     ]  # fmt: skip
 
 
-# -- what is said of a run ---------------------------------------------------------------------------------------------
+# -- verdicts and tables of a run --------------------------------------------------------------------------------------
 
 
 def test_no_number_contradicts_the_bound_beside_it() -> None:
-    shown = {-0.0104: "-1.04", -0.01: "-1.0", -0.0096: "-0.96", -0.031: "-3.1", -0.03004: "-3.004", 0.0104: "+1.0"}
-    assert {change: format_change(change) for change in shown} == shown
+    expected = {-0.0104: "-1.04", -0.01: "-1.0", -0.0096: "-0.96", -0.031: "-3.1", -0.03004: "-3.004", 0.0104: "+1.0"}
+    assert {change: format_change(change) for change in expected} == expected
     for points in (1, 3):
         for change in np.linspace(-0.04, 0.01, 997):
             assert (-float(format_change(change)) <= points) == (-100 * change <= points + 1e-7)
@@ -128,52 +128,55 @@ def test_no_number_contradicts_the_bound_beside_it() -> None:
 def test_the_verdict_and_the_table_show_a_loss_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     import report_runs
 
-    monkeypatch.setattr(report_runs, "QUESTIONS", 960)  # 10 of 960 lost are 1.04 points
-    base, worse = result("unpatched", 1.0, 480, 480), result("near", 0.25, 475, 475)
-    results = summarise([header(kind_of_question="01" * 480), base, worse])
-    one, _ = find_verdicts(results)
-    assert one.answer == "none; near at keep 0.25 loses least" and "98.96, -1.04 [" in dict(one.facts)["accuracy %"]
+    monkeypatch.setattr(report_runs, "QUESTIONS", 960)  # a loss of 10 of 960 questions is 1.04 points
+    unpruned, pruned = result("unpatched", 1.0, 480, 480), result("near", 0.25, 475, 475)
+    results = summarise([header(kind_of_question="01" * 480), unpruned, pruned])
+    verdict, _ = find_verdicts(results)
+    assert (
+        verdict.answer == "none; near at keep 0.25 loses least"
+        and "98.96, -1.04 [" in dict(verdict.facts)["accuracy %"]
+    )
     (paired,) = (table for table in build_tables(results) if table.title == "Against the baselines")
     assert paired.rows[0][2].text.startswith("-1.04 [")
 
 
 def test_nothing_is_best_where_nothing_can_be_said() -> None:
-    def verdicts(total: int, right: int, **question: str) -> list[Any]:
-        rows = [result("unpatched", 1.0, total, right), result("some", 0.25, total, right)]
+    def verdicts(total: int, num_right: int, **question: str) -> list[Any]:
+        rows = [result("unpatched", 1.0, total, num_right), result("some", 0.25, total, num_right)]
         return find_verdicts(summarise([header(**question), *rows]))
 
     (verdict,) = verdicts(0, 0)
     assert verdict.row is None
     assert verdict.line.startswith("No verdict: the unpatched model scores 0 on 200 questions")
-    (verdict,) = verdicts(20, 19)  # 19.5 % right: a loss of 20 points cannot be
+    (verdict,) = verdicts(20, 19)  # at 19.5 % accuracy, a loss of 20 points is impossible
     assert verdict.row is None and "scores 19.5 on 200 questions, too low to measure a loss" in verdict.answer
     assert len(verdicts(20, 20)) == 2
-    few = [
+    short_rows = [
         row | {"right": [text[: FEWEST - 1] for text in row["right"]], "questions": FEWEST - 1}
         for row in (result("unpatched", 1.0, 100, 100), result("some", 0.25, 100, 100))
     ]
-    (verdict,) = find_verdicts(summarise([header(kind_of_question="010"), *few]))
+    (verdict,) = find_verdicts(summarise([header(kind_of_question="010"), *short_rows]))
     assert verdict.row is None
     assert verdict.line == "No verdict: a verdict needs at least 4 questions, and this run has 3"
     assert find_verdicts(made("", result("some", 0.25, 100, 100)).results)[0].row is not None
 
 
-# -- runs that stop ----------------------------------------------------------------------------------------------------
+# -- interrupted runs --------------------------------------------------------------------------------------------------
 
 
 def test_predictions_that_were_cut_are_named_and_nothing_changes(tmp_path: Path) -> None:
-    whole = call(*BENCH, "--run", tmp_path).stdout
+    expected = call(*BENCH, "--run", tmp_path).stdout
     path = tmp_path / "predictions.jsonl"
     content = path.read_text()
     path.write_text("".join(content.splitlines(keepends=True)[:12]))
     before = {file.name: file.read_bytes() for file in tmp_path.glob("*.jsonl")}
-    said = refused(*BENCH, "--run", tmp_path)
-    assert f"{path} is truncated at line 12: it has 0 of 8 answers of random at keep 0.25" in said
+    error = refused(*BENCH, "--run", tmp_path)
+    assert f"{path} is truncated at line 12: it has 0 of 8 answers of random at keep 0.25" in error
     assert {file.name: file.read_bytes() for file in tmp_path.glob("*.jsonl")} == before
-    # Each of the two ways out that it names leads out.
+    # Both solutions of the error message work.
     (tmp_path / "results.jsonl").unlink()
-    assert call(*BENCH, "--run", tmp_path).stdout == whole
-    again = path.read_text()  # but for times of what was asked anew
+    assert call(*BENCH, "--run", tmp_path).stdout == expected
+    again = path.read_text()  # the times of repeated questions differ
     assert [json.loads(line)["prediction"] for line in again.splitlines()] == [
         json.loads(line)["prediction"] for line in content.splitlines()
     ]
@@ -181,14 +184,14 @@ def test_predictions_that_were_cut_are_named_and_nothing_changes(tmp_path: Path)
     path.write_text("".join(content.splitlines(keepends=True)[:12]))
     assert "is truncated at line 12" in refused(*BENCH, "--run", tmp_path)
     path.write_text(content)
-    assert call(*BENCH, "--run", tmp_path).stdout == whole
+    assert call(*BENCH, "--run", tmp_path).stdout == expected
 
 
 def test_a_line_of_the_predictions_without_an_answer_is_named(tmp_path: Path) -> None:
     call(*BENCH, "--run", tmp_path)
     path = tmp_path / "predictions.jsonl"
     lines = path.read_text().splitlines()
-    lines[2] = json.dumps({key: one for key, one in json.loads(lines[2]).items() if key != "prediction"})
+    lines[2] = json.dumps({key: value for key, value in json.loads(lines[2]).items() if key != "prediction"})
     path.write_text("\n".join(lines) + "\n")
     assert f"Line 3 of {path} is damaged: it lacks prediction. Remove" in refused(*BENCH, "--run", tmp_path)
 
@@ -212,16 +215,16 @@ def test_ctrl_c_says_whether_the_same_command_goes_on(
     monkeypatch.setattr(stopped, stop)
     monkeypatch.setattr("tokenprune_bench.tuning.Tuner.estimate", lambda self: (1, None))
     if goes_on:
-        kept = call(*command, "--run", tmp_path / "run", code=130)
-        assert kept.stderr.splitlines()[-1] == "stopped; the same command goes on"
+        result = call(*command, "--run", tmp_path / "run", code=130)
+        assert result.stderr.splitlines()[-1] == "stopped; the same command goes on"
     assert call(*command, code=130).stderr.splitlines()[-1] == "stopped"
 
 
-# -- how long it takes -------------------------------------------------------------------------------------------------
+# -- remaining time ----------------------------------------------------------------------------------------------------
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """Clock that the test sets."""
 
     now = 100.0
 
@@ -232,31 +235,31 @@ class Clock:
 def test_the_time_left_follows_from_the_time_taken() -> None:
     clock = Clock()
     pace = Pace(clock)
-    assert pace.format_remaining(40, 100) == ""  # of an earlier run: they took no time
+    assert pace.format_remaining(40, 100) == ""  # rows of an earlier run take no time
     clock.now += 20
     assert pace.format_remaining(50, 100) == "about 2 min left"
     clock.now += 20
     assert pace.format_remaining(90, 100) == "about 8 s left" and pace.format_remaining(100, 100) == ""
     clock.now += 10**5
     assert pace.format_remaining(91, 100) == "about 4.9 h left"
-    assert pace.format_remaining(1, 8) == ""  # another count began
+    assert pace.format_remaining(1, 8) == ""  # a new count starts
 
 
 @pytest.mark.parametrize("lines", [True, False])
 def test_the_time_left_is_told_without_a_terminal(
     lines: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A line for each label or (commands of one step) none, and in any case one every half minute."""
+    """Progress prints a line per label if `lines` is set, and a line every 30 seconds."""
     clock = Clock()
     monkeypatch.setattr("tokenprune_bench.profiling.pace.Pace", lambda: Pace(clock))
     with show_progress(lines=lines) as step:
         for done in range(8):
             step("one" if done < 4 else "two", done, 8)
             clock.now += 12
-    said = [line.strip() for line in capsys.readouterr().err.splitlines()]
-    at_times = ["3/8 one, about 60 s left", "6/8 two, about 24 s left"]
-    assert said == (
-        ["0/8 one", at_times[0], "4/8 two, about 48 s left", "7/8 two, about 12 s left"] if lines else at_times
+    printed = [line.strip() for line in capsys.readouterr().err.splitlines()]
+    timed_lines = ["3/8 one, about 60 s left", "6/8 two, about 24 s left"]
+    assert printed == (
+        ["0/8 one", timed_lines[0], "4/8 two, about 48 s left", "7/8 two, about 12 s left"] if lines else timed_lines
     )
 
 
@@ -270,7 +273,7 @@ def test_commands_show_their_progress(command: str, monkeypatch: pytest.MonkeyPa
         call(command, "--device", "cpu", *(("--max-drop", "20%", "--methods", "fastv") if command == "tune" else ()))
 
 
-# -- rows that cannot be asked -----------------------------------------------------------------------------------------
+# -- invalid questions -------------------------------------------------------------------------------------------------
 
 
 def test_all_rows_that_do_not_fit_the_model_are_named_at_once(tmp_path: Path) -> None:
@@ -284,16 +287,16 @@ def test_all_rows_that_do_not_fit_the_model_are_named_at_once(tmp_path: Path) ->
     ]  # fmt: skip
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"question": "what?", "answer": "a", **row}) + "\n" for row in rows))
-    told = (*BENCH[:5], "--repeats", 0, "--device", "cpu", "--data", data)
-    said = refused(*told, "--model", "demo_vlm")
-    assert "3 of 7 questions" in said and "line 3, line 5: is about a video" in said
-    assert "line 7: its question contains the placeholder '<image>'" in said and "--skip-bad" in said
-    said = refused(*told, "--model", "demo_qwen")
-    assert "3 of 7 questions" in said and "line 6: its question contains the placeholder '<|image_pad|>'" in said
-    assert "line 2: has an image of 2000 x 2: absolute aspect ratio" in said and "line 4: has an image of 2 x" in said
-    result = call(*told, "--model", "demo_qwen", "--skip-bad")
+    command = (*BENCH[:5], "--repeats", 0, "--device", "cpu", "--data", data)
+    error = refused(*command, "--model", "demo_vlm")
+    assert "3 of 7 questions" in error and "line 3, line 5: is about a video" in error
+    assert "line 7: its question contains the placeholder '<image>'" in error and "--skip-bad" in error
+    error = refused(*command, "--model", "demo_qwen")
+    assert "3 of 7 questions" in error and "line 6: its question contains the placeholder '<|image_pad|>'" in error
+    assert "line 2: has an image of 2000 x 2: absolute aspect ratio" in error and "line 4: has an image of 2 x" in error
+    result = call(*command, "--model", "demo_qwen", "--skip-bad")
     assert [line[:16] for line in result.stderr.splitlines() if line.startswith("skipped")] == [
-        f"skipped: line {number}:" for number in (2, 4, 6)
+        f"skipped: line {line_number}:" for line_number in (2, 4, 6)
     ]
 
 
@@ -333,30 +336,30 @@ def test_a_map_of_scores_stands_under_its_own_method() -> None:
         return Panel(Image.new("RGB", (40, 40)), title, (), scores)
 
     a, b, c, d = (panel(name) for name in "abcd")
-    of_b, of_d = panel("b", True), panel("d", True)
-    seen = [type("One", (), {"frames": [1]})] * 3
-    shown = Shown((), [a, b, of_b, c, d, of_d], seen, "", 1)
-    assert shown.lines(3) == [[a, b, c], [None, of_b, None], [d], [of_d]]
-    assert shown.lines(1) == [[a], [b], [of_b], [c], [d], [of_d]]
-    assert Shown((), [a, c], seen[:1], "", 1).lines(2) == [[a, c]]
+    scores_b, scores_d = panel("b", True), panel("d", True)
+    views = [type("One", (), {"frames": [1]})] * 3
+    shown = Shown((), [a, b, scores_b, c, d, scores_d], views, "", 1)
+    assert shown.lines(3) == [[a, b, c], [None, scores_b, None], [d], [scores_d]]
+    assert shown.lines(1) == [[a], [b], [scores_b], [c], [d], [scores_d]]
+    assert Shown((), [a, c], views[:1], "", 1).lines(2) == [[a, c]]
     assert shown.image().height > shown.image().width / 3
 
 
 def test_no_question_about_a_circle_and_the_shipped_model_knows_drawings_only(tmp_path: Path, subject: Model) -> None:
     photo, out = tmp_path / "photo.png", ("--device", "cpu", "--out", tmp_path / "out.png")
     Image.new("RGB", (64, 64), "gray").save(photo)
-    mine = call("show", photo, *out).stdout
-    assert "what is shown?" in mine and "unpatched" in mine and "circle" not in mine
-    assert "demo_vlm (shipped) was trained only on synthetic scenes" in mine
-    assert "only on synthetic scenes" not in call("show", IMAGE, *out).stdout  # one of those that it was made for
+    output = call("show", photo, *out).stdout
+    assert "what is shown?" in output and "unpatched" in output and "circle" not in output
+    assert "demo_vlm (shipped) was trained only on synthetic scenes" in output
+    assert "only on synthetic scenes" not in call("show", IMAGE, *out).stdout  # a synthetic scene
     assert subject.describe_limits() and subject.describe_limits([photo]) and not subject.describe_limits([IMAGE])
     other = Model(subject.model, subject.processor, "other")
     assert other.describe_limits([photo]) == ""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"image": "photo.png", "question": "what?", "answer": "a"}))
-    asked = (*BENCH[:5], "--repeats", 0, "--device", "cpu")
-    assert "trained only on synthetic scenes" in call(*asked, "--data", rows).stderr
-    assert "trained only on synthetic scenes" not in call(*asked, "--images", 1).stderr
+    command = (*BENCH[:5], "--repeats", 0, "--device", "cpu")
+    assert "trained only on synthetic scenes" in call(*command, "--data", rows).stderr
+    assert "trained only on synthetic scenes" not in call(*command, "--images", 1).stderr
 
 
 # -- the app -----------------------------------------------------------------------------------------------------------
@@ -369,10 +372,10 @@ def test_lines_of_python_to_copy_run_one_after_the_other() -> None:
 
     model, processor = demo_model(device="cpu")
     settings = [Setting.from_text(name, 0.5) for name in ("divprune", "fastv", "downsample+dart")]
-    told = snippets.python(*settings)
+    code = snippets.python(*settings)
     names: dict[str, Any] = {"tokenprune": tokenprune, "model": model, "processor": processor}
-    exec(told, names)
+    exec(code, names)
     assert [method.name for method in tokenprune.api.get_attachment(model).methods] == ["downsample", "dart"]
-    assert told.count("tokenprune.patch(") == 3 and snippets.python(settings[0]).count("\n") == 0
-    asked = SettingResult(Setting.from_text("divprune+fastv", 0.25), 256, 16, b"", Stats())
-    assert asked.keep_text == "0.25 each, 6.25 % in all"
+    assert code.count("tokenprune.patch(") == 3 and snippets.python(settings[0]).count("\n") == 0
+    result = SettingResult(Setting.from_text("divprune+fastv", 0.25), 256, 16, b"", Stats())
+    assert result.keep_text == "0.25 each, 6.25 % in all"

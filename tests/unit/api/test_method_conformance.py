@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune.testing`: views made of plain tensors, and the rules that every method keeps, ours among them."""
+"""`tokenprune.testing`: synthetic tokens from plain tensors, and conformance checks of all methods."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOWER = Tower(tokens=33, protected=1, blocks=4, blocks_read=3, module=nn.Linear(
 THRESHOLDS = Thresholds(
     {0.5: torch.tensor([0.2, 0.1, 0.1, 1.0]), 0.75: torch.tensor([0.3, 0.2, 0.2, 1.0])}, TOWER.fingerprint, images=9
 )
-# Options under which a method is checked beside its default ones.
+# Options to check in addition to the default options.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "apet": [{"features": "tower", "own": 0.5}],
     "pact": [{"cutoff": 0.3}],
@@ -96,9 +96,9 @@ def test_names_and_classes_are_accepted() -> None:
 
 
 def pruner(
-    select: Any, site: str = "PRE_LLM", name: str = "broken", base: type = tokenprune.Pruner, **more: Any
+    select: Any, site: str = "PRE_LLM", name: str = "broken", base: type = tokenprune.Pruner, **options: Any
 ) -> Any:
-    @tokenprune.register(name, site=site, **more)
+    @tokenprune.register(name, site=site, **options)
     @dataclass(frozen=True)
     class Broken(base):
         """Break a rule."""
@@ -154,8 +154,8 @@ BROKEN = {
 
 @each("case", BROKEN)
 def test_broken_rules_are_found(case: str) -> None:
-    select, says = BROKEN[case]
-    with pytest.raises(ConformanceError, match=says) as error:
+    select, message = BROKEN[case]
+    with pytest.raises(ConformanceError, match=message) as error:
         check_method(pruner(select))
     assert isinstance(error.value, AssertionError) and str(error.value).startswith("broken")
 
@@ -164,26 +164,26 @@ def test_invalid_merges_are_found() -> None:
     def to_dropped(tokens: Any) -> Tensor:
         return torch.full(tokens.mask.shape, tokens.mask.shape[1] - 1)
 
-    def others_home(tokens: Any) -> Tensor:
+    def assign_to_first(tokens: Any) -> Tensor:
         return torch.where(first(tokens), 0, -1)
 
-    for assign, says in ((to_dropped, "kept"), (others_home, "assigned to itself")):
-        with pytest.raises(ConformanceError, match=says):
+    for assign, message in ((to_dropped, "kept"), (assign_to_first, "assigned to itself")):
+        with pytest.raises(ConformanceError, match=message):
             check_method(pruner(merging(assign), merges=True))
 
 
 def test_undeclared_question_access_is_found() -> None:
-    last = top(lambda tokens: tokens.last_row_attention.mean(1))
+    select = top(lambda tokens: tokens.last_row_attention.mean(1))
     with pytest.raises(ConformanceError, match="last_row_attention, which depend on the question"):
-        check_method(pruner({"select": last, "layer": 2}, site="IN_LLM", needs=("last_row_attention",)))
-    aware = {"select": last, "layer": 2, "query_aware": property(lambda self: True)}
-    check_method(pruner(aware, "IN_LLM", "aware", needs=("last_row_attention",)))
+        check_method(pruner({"select": select, "layer": 2}, site="IN_LLM", needs=("last_row_attention",)))
+    members = {"select": select, "layer": 2, "query_aware": property(lambda self: True)}
+    check_method(pruner(members, "IN_LLM", "aware", needs=("last_row_attention",)))
 
 
 def test_stages_are_checked_with_remembered_values() -> None:
     @dataclass(frozen=True)
     class Second(tokenprune.Pruner):
-        """Keep what the first stage remembers as large."""
+        """Keep the tokens with the largest norms, which the first stage remembers."""
 
         name, site = "second", Site.IN_LLM
         layer: int = 4
@@ -196,23 +196,23 @@ def test_stages_are_checked_with_remembered_values() -> None:
         return Selection(tokens.mask)
 
     first = pruner({"select": note, "chooses_count": True, "layer": 2}, "IN_LLM", "first")()
-    both = {"stages": lambda self, budget, layers: [(first, budget), (Second(), budget)]}
-    check_method(pruner(both, "IN_LLM", "both"))
+    stages = {"stages": lambda self, budget, layers: [(first, budget), (Second(), budget)]}
+    check_method(pruner(stages, "IN_LLM", "both"))
     with pytest.raises(ConformanceError, match="KeyError"):
         check_method(Second())
     check_method(Pyramid())
 
 
 def test_min_tokens_is_checked() -> None:
-    none = lambda self, tokens: Selection(torch.zeros_like(tokens.mask))  # noqa: E731
+    select_none = lambda self, tokens: Selection(torch.zeros_like(tokens.mask))  # noqa: E731
     with pytest.raises(ConformanceError, match="fewer than 1"):
-        check_method(pruner({"select": none, "chooses_count": True}, name="none"))
-    check_method(pruner({"select": none, "chooses_count": True, "min_tokens": 0}, name="withdraws"))
+        check_method(pruner({"select": select_none, "chooses_count": True}, name="none"))
+    check_method(pruner({"select": select_none, "chooses_count": True, "min_tokens": 0}, name="withdraws"))
 
 
 def test_class_without_method_base_is_rejected() -> None:
     class Bare(tokenprune.Pruner):
-        """No dataclass."""
+        """Is not a dataclass."""
 
     @dataclass(frozen=True)
     class Needy(tokenprune.Pruner):
@@ -224,33 +224,33 @@ def test_class_without_method_base_is_rejected() -> None:
     class Nameless(tokenprune.Pruner):
         """Was never registered."""
 
-    for given, says in ((Bare, "dataclass"), (Needy, "power"), (Nameless, "name is missing"), (3, "neither")):
-        with pytest.raises(ConformanceError, match=says):
-            check_method(given)
+    for method, message in ((Bare, "dataclass"), (Needy, "power"), (Nameless, "name is missing"), (3, "neither")):
+        with pytest.raises(ConformanceError, match=message):
+            check_method(method)
 
 
 def test_broken_rules_of_other_sites_are_found() -> None:
     cases = [
         ("PRE_ENCODER", extend.ResizeMethod, {"compute_shares": lambda self, images, keep, per: [2.0] * 3}, "0, 1"),
         ("PRE_ENCODER", extend.ResizeMethod,
-         {"compute_shares": lambda self, images, keep, per: [keep * one.tokens / 64 for one in images]},
+         {"compute_shares": lambda self, images, keep, per: [keep * image.tokens / 64 for image in images]},
          "depends_on_content|keep=1.0"),
-        ("PRE_ENCODER", extend.ImageChooser, {"choose": lambda self, question, count, most: [0, 0]}, "sorted"),
-        ("PRE_ENCODER", extend.ImageChooser, {"choose": lambda self, question, count, most: []}, "at least one"),
+        ("PRE_ENCODER", extend.ImageChooser, {"choose": lambda self, question, count, max_images: [0, 0]}, "sorted"),
+        ("PRE_ENCODER", extend.ImageChooser, {"choose": lambda self, question, count, max_images: []}, "at least one"),
         ("ATTENTION", extend.AttentionPattern, {"block_starts": lambda self, visuals, end: [9, 9]}, "ascending"),
         ("IN_ENCODER", extend.EncoderMethod, {"plan": lambda self, budget, tower: []}, "for each of 4 blocks"),
         ("IN_ENCODER", extend.EncoderMethod, {
             "plan": lambda self, budget, tower: [lambda keys, counts: bipartite_match(keys, 3)] * 3 + [None]
         }, "class token"),
         ("IN_ENCODER", extend.UnitDropper,
-         {"keep_units": lambda self, pixels, most: torch.ones(pixels.shape[:3], dtype=torch.bool)}, "not 1 to 1"),
-        ("IN_ENCODER", extend.UnitDropper, {"keep_units": lambda self, pixels, most: pixels}, "a bool tensor"),
+         {"keep_units": lambda self, pixels, max_units: torch.ones(pixels.shape[:3], dtype=torch.bool)}, "not 1 to 1"),
+        ("IN_ENCODER", extend.UnitDropper, {"keep_units": lambda self, pixels, max_units: pixels}, "a bool tensor"),
         ("DECODE", extend.DecodeMethod, {"next_rate": lambda self, masses, share: share + 1}, r"rate in \[0, 1\]"),
     ]  # fmt: skip
-    for number, (site, base, members, says) in enumerate(cases):
+    for index, (site, base, members, message) in enumerate(cases):
         needs = {"needs": ("last_row_attention",)} if site == "DECODE" else {}
-        with pytest.raises(ConformanceError, match=says):
-            check_method(pruner(members, site, f"broken{number}", base, **needs))
+        with pytest.raises(ConformanceError, match=message):
+            check_method(pruner(members, site, f"broken{index}", base, **needs))
 
 
 def test_visual_tokens_return_their_arguments() -> None:
@@ -264,24 +264,24 @@ def test_visual_tokens_return_their_arguments() -> None:
     )  # fmt: skip
     assert tokens.counts == [9, 5] and tokens.keep == [4, 2] and tokens.budget.tolist() == [4, 2]
     assert tokens.mask.sum(1).tolist() == [9, 5] and tokens.grids == [(1, 3, 3), None]
-    for got, want in (
+    for actual, expected in (
         (tokens.hidden, hidden), (tokens.normed, hidden), (tokens.keys, keys), (tokens.last_row_attention, attention),
         (tokens.encoder_attention(1), scores[1]), (tokens.encoder_attention(-1), scores[-1]),
         (tokens.encoder_keys(3), keys), (tokens.text.hidden, text["hidden"]), (tokens.text.mask, text["mask"]),
         (tokens.text.keys, text["hidden"] * 2), (tokens.place[0], torch.arange(9)),
     ):  # fmt: skip
-        assert torch.equal(got, want)
+        assert torch.equal(actual, expected)
     assert tokens.carry == {"curve": [1, 2]}
     tokens.remember("sum", 3)
     assert tokens.carry["sum"] == 3
-    for read, says in (
+    for read, message in (
         (lambda: tokens.received_attention, "reads 'received_attention' without declaring it"),
         (lambda: tokens.encoder_attention(2), "of block 2"),
         (lambda: tokens.encoder_queries(1), "reads 'encoder_queries' without declaring it"),
         (lambda: visual_tokens(hidden).text, "Pass text="),
         (lambda: tokens.patches, "not passed to visual_tokens"),
     ):
-        with pytest.raises(TokenPruneError, match=says):
+        with pytest.raises(TokenPruneError, match=message):
             read()
     with pytest.raises(AttributeError, match=r"no observable 'key'. Did you mean 'keys'"):
         _ = tokens.key
@@ -289,14 +289,14 @@ def test_visual_tokens_return_their_arguments() -> None:
 
 def test_invalid_tensors_are_rejected() -> None:
     hidden = torch.randn(2, 9, 4)
-    for more, says in (
+    for arguments, message in (
         ({"counts": [9]}, "do not fit"), ({"counts": [9, 0]}, "do not fit"), ({"keep": [9, 10]}, "keep="),
         ({"keyss": hidden}, "Did you mean 'keys'"), ({"keys": hidden[:1]}, "must be"),
         ({"keys": {1: hidden}}, "not read by layer"), ({"rows": [1, 0]}, "in order"),
         ({"keep": tokenprune.Budget(average_tokens=4)}, "whole decoder"),
     ):  # fmt: skip
-        with pytest.raises(OptionError, match=says):
-            visual_tokens(hidden, **{"counts": [9, 5], **more})
+        with pytest.raises(OptionError, match=message):
+            visual_tokens(hidden, **{"counts": [9, 5], **arguments})
 
 
 def test_frames_of_synthetic_videos() -> None:
@@ -305,8 +305,8 @@ def test_frames_of_synthetic_videos() -> None:
     assert tokens.frames == [[2, 2, 2], [4]]
     assert tokens.frame.tolist() == [[0, 0, 1, 1, 2, 2], [0, 0, 0, 0, -1, -1]]
     assert tokens.place.tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, -1, -1]]
-    given = visual_tokens(hidden, [6, 4], modality="video", frames=[[1, 5], [4]])
-    assert given.frame.tolist()[0] == [0, 1, 1, 1, 1, 1]
+    with_frames = visual_tokens(hidden, [6, 4], modality="video", frames=[[1, 5], [4]])
+    assert with_frames.frame.tolist()[0] == [0, 1, 1, 1, 1, 1]
     with pytest.raises(TokenPruneError, match="are unknown"):
         _ = visual_tokens(hidden, modality="video").frame
 
@@ -314,8 +314,8 @@ def test_frames_of_synthetic_videos() -> None:
 def test_several_images_of_one_prompt() -> None:
     tokens = visual_tokens(torch.randn(3, 4, 2), [4, 2, 3], rows=[0, 0, 1])
     assert tokens.segments.row == [0, 0, 1] and tokens.segments.ordinal == [0, 1, 0]
-    own = [tokens.segments.position[s, : tokens.counts[s]].tolist() for s in range(3)]
-    assert not set(own[0]) & set(own[1])
+    positions = [tokens.segments.position[s, : tokens.counts[s]].tolist() for s in range(3)]
+    assert not set(positions[0]) & set(positions[1])
 
 
 def test_fingerprints_of_different_towers_differ() -> None:

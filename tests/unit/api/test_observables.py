@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observables are one class each, and methods have the base class of their site: engines know neither by name."""
+"""Observables are classes, methods derive from the base class of their site, and engines use neither by name."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.usefixtures("restored_registries")
 
 
 def reader(needs: tuple[str, ...], read: Any, site: str = "IN_LLM", layers: tuple = ()) -> list[Any]:
-    """Register the method "reader", which notes what `read` finds; returns where."""
-    seen: list[Any] = []
+    """Register the method "reader", and return the list to which it appends the results of `read`."""
+    values: list[Any] = []
 
     @tokenprune.register("reader", site=site, needs=needs)
     @dataclass(frozen=True)
     class Reader(tokenprune.Pruner):
-        """Note what it sees."""
+        """Record the observables."""
 
         layer: int = 2
 
@@ -54,20 +54,20 @@ def reader(needs: tuple[str, ...], read: Any, site: str = "IN_LLM", layers: tupl
             return layers
 
         def score(self, tokens: Any) -> Tensor:
-            seen.append(read(tokens))
+            values.append(read(tokens))
             return tokens.hidden.float().norm(dim=-1)
 
-    return seen
+    return values
 
 
-# -- an observable of one's own is one class
+# -- a new observable is a class
 
 
 @torch.no_grad()
 def test_a_new_observable_is_one_class(family: Family, model) -> None:
     @register_observable("key_norms")
     class KeyNorms(PerToken):
-        """`[S, N]`: the length of each key."""
+        """`[S, N]`: the norm of each key."""
 
         where = ObservedAt.LAYER_BEFORE
         axes = "SN"
@@ -84,22 +84,22 @@ def test_a_new_observable_is_one_class(family: Family, model) -> None:
     keys = reader(("keys",), lambda tokens: (tokens.keys.float().norm(dim=-1), tokens.text.keys.float().norm(dim=-1)))
     with tokenprune.patched(model, "reader", keep=0.5):
         model(**inputs)
-    (visual, text, mask), (want, want_text) = norms[0], keys[0]
-    torch.testing.assert_close(visual, want)
-    torch.testing.assert_close(text[mask], want_text[mask])
+    (visual, text, mask), (expected, expected_text) = norms[0], keys[0]
+    torch.testing.assert_close(visual, expected)
+    torch.testing.assert_close(text[mask], expected_text[mask])
 
 
 @torch.no_grad()
 def test_a_new_observable_of_the_tower_is_one_class(build) -> None:
     @register_observable("first_keys")
     class FirstKeys(TowerBlock):
-        """`[S, N, H]`: the first number of each head's key."""
+        """`[S, N, H]`: the first channel of each head's key."""
 
         def compute_per_patch(self, seen: Any, protected: int) -> Tensor:
             return seen.key[:, :, protected:, 0]
 
     model, inputs = FAMILIES["qwen2_5_vl"].prepare(build, images=(1, 2))
-    both = reader(
+    values = reader(
         ("first_keys", "encoder_keys"),
         lambda tokens: (tokens.first_keys(-1), tokens.encoder_keys(-1)),
         "PRE_LLM",
@@ -107,25 +107,25 @@ def test_a_new_observable_of_the_tower_is_one_class(build) -> None:
     )
     with tokenprune.patched(model, "reader", keep=0.5):
         model(**inputs)
-    first, keys = both[0]
+    first, keys = values[0]
     heads = first.shape[-1]
     torch.testing.assert_close(first, keys.unflatten(-1, (heads, -1))[..., 0])
 
 
 @torch.no_grad()
 def test_new_observation_point_is_one_class(build) -> None:
-    """An observable watches modules that nothing else reads: here the norms in front of attention and MLP."""
+    """An observable hooks modules that no built-in observable reads: the norms before attention and MLP."""
 
     @register_observable("norm_gains")
     class NormGains(Observable):
-        """`[S, N, 2]`: the length of each token after a norm of the layer before the cut."""
+        """`[S, N, 2]`: the norm of each token after the two norm modules of the layer before the cut."""
 
         where = ObservedAt.OWN
         axes = "SND"
 
         def attach(self, adapter: Any, layer: int) -> Recorder:
-            before = adapter.decoder.layers[layer - 1]
-            norms = [before.input_layernorm, before.post_attention_layernorm]
+            previous_layer = adapter.decoder.layers[layer - 1]
+            norms = [previous_layer.input_layernorm, previous_layer.post_attention_layernorm]
             return Recorder(norms, lambda args, kwargs, output: output.float().norm(dim=-1))
 
         def compute_visual(self, source: Any, segments: Any, *layer: int | float) -> torch.Tensor:
@@ -133,18 +133,18 @@ def test_new_observation_point_is_one_class(build) -> None:
 
     model, inputs = FAMILIES["llava"].prepare(build, images=(1, 2))
     outputs, hooks = [], []
-    before = model.model.language_model.layers[1]
-    for norm in (before.input_layernorm, before.post_attention_layernorm):
+    previous_layer = model.model.language_model.layers[1]
+    for norm in (previous_layer.input_layernorm, previous_layer.post_attention_layernorm):
         hooks.append(norm.register_forward_hook(lambda module, args, output: outputs.append(output)))
-    seen = reader(("norm_gains",), lambda tokens: (tokens.norm_gains, tokens.segments))
+    values = reader(("norm_gains",), lambda tokens: (tokens.norm_gains, tokens.segments))
     with tokenprune.patched(model, "reader", keep=0.5):
         model(**inputs)
     for hook in hooks:
         hook.remove()
-    (gains, segments), want = seen[0], torch.stack([one.norm(dim=-1) for one in outputs], -1)
+    (gains, segments), expected = values[0], torch.stack([states.norm(dim=-1) for states in outputs], -1)
     for index, count in enumerate(segments.counts):
-        found = want[segments.row[index], segments.position[index, :count]]
-        torch.testing.assert_close(gains[index, :count], found)
+        expected_norms = expected[segments.row[index], segments.position[index, :count]]
+        torch.testing.assert_close(gains[index, :count], expected_norms)
     with pytest.raises(OptionError, match="norm_gains"):  # no layer ran yet
         reader(("norm_gains",), lambda tokens: tokens.norm_gains, "PRE_LLM")
         tokenprune.patch(model, "reader", keep=0.5)
@@ -153,13 +153,13 @@ def test_new_observation_point_is_one_class(build) -> None:
 
 def test_invalid_observable_is_rejected() -> None:
     class Nowhere(PerToken):
-        """Says no place."""
+        """Has no observation point."""
 
     class Silent(PerToken):
         where = ObservedAt.CUT
 
     class Abroad(PerToken):
-        """Served by nobody known."""
+        """Has an unknown backend."""
 
         where = ObservedAt.CUT
         backends = frozenset({"tpu"})
@@ -169,13 +169,13 @@ def test_invalid_observable_is_rejected() -> None:
 
         where = ObservedAt.CUT
 
-    for name, cls, says in (
+    for name, cls, message in (
         ("nowhere", Nowhere, "where"), ("silent", Silent, "docstring"), ("abroad", Abroad, "tpu"),
         ("keys", Fine, "taken by tokenprune.selection.observables.states"), ("my-keys", Fine, "identifier"),
         ("_keys", Fine, "identifier"), ("mask", Fine, "attribute"),
         ("stranger", int, "tokenprune.selection.Observable"),
     ):  # fmt: skip
-        with pytest.raises(RegistrationError, match=says):
+        with pytest.raises(RegistrationError, match=message):
             register_observable(name)(cls)
     for _ in range(2):  # a notebook cell that runs twice
         register_observable("fine")(Fine)
@@ -184,7 +184,7 @@ def test_invalid_observable_is_rejected() -> None:
 @torch.no_grad()
 def test_undeclared_observable_is_rejected(build) -> None:
     model, inputs = FAMILIES["llava"].prepare(build)
-    for read, says in (
+    for read, message in (
         (lambda tokens: tokens.received_attention, "reads 'received_attention' without declaring it"),
         (lambda tokens: tokens.patches, "reads 'patches' without declaring it"),
         (lambda tokens: tokens.encoder_attention(-1), "reads 'encoder_attention' without declaring it"),
@@ -194,28 +194,28 @@ def test_undeclared_observable_is_rejected(build) -> None:
         reader(("keys",), read)
         with (
             tokenprune.patched(model, "reader", keep=0.5),
-            pytest.raises((TokenPruneError, AttributeError), match=says),
+            pytest.raises((TokenPruneError, AttributeError), match=message),
         ):
             model(**inputs)
 
 
 @each("need", [n for n in extend.available_observables() if n not in ("hidden", "normed")])
 def test_unsupported_observable_is_rejected_by_backend(need: str) -> None:
-    one = observable_registry.find_observable(need)
+    observable = observable_registry.find_observable(need)
     for backend, site, in_llm in ((Backend.VLLM, "PRE_LLM", False), (Backend.VLLM_IN_LLM, "IN_LLM", True)):
         reader((need,), lambda tokens: None, site, (-1,))
-        if backend not in one.backends:
+        if backend not in observable.backends:
             with pytest.raises(OptionError, match=f"needs {need}"):
                 check_served(tokenprune.method("reader"), in_llm)
 
 
 def test_needs_accept_text_prefixes() -> None:
-    for written, means in (
+    for need, expected in (
         ("text.embeddings", "embeddings"), ("text_embeddings", "embeddings"), ("text.attention", "text_attention"),
         ("text_attention", "text_attention"), ("text.keys", "keys"), ("text.hidden", "hidden"),
     ):  # fmt: skip
-        reader((written,), lambda tokens: None)
-        assert tokenprune.method("reader").needs == {means}
+        reader((need,), lambda tokens: None)
+        assert tokenprune.method("reader").needs == {expected}
     with pytest.raises(RegistrationError, match=r"unknown needs \['text.nothing'\]"):
         reader(("text.nothing",), lambda tokens: None)
 
@@ -225,15 +225,15 @@ def test_needs_accept_text_prefixes() -> None:
 
 def test_methods_have_only_members_of_their_site() -> None:
     members = {"compute_shares", "choose", "block_starts", "plan", "score", "select", "next_rate"}
-    own = {
+    members_of_method = {
         "fastv": {"score", "select"}, "divprune": {"score", "select"}, "vscan": {"score", "select"},
         "dyrate": {"score", "select", "next_rate"}, "tome": {"plan"}, "dymu": {"plan"},
         "downsample": {"compute_shares"}, "dynres": {"compute_shares"}, "view_select": {"choose"},
         "pevlm": {"block_starts"},
     }  # fmt: skip
-    for name, has in own.items():
+    for name, expected in members_of_method.items():
         cls = tokenprune.method_info(name).cls
-        assert {member for member in members if hasattr(cls, member)} == has, name
+        assert {member for member in members if hasattr(cls, member)} == expected, name
         assert issubclass(cls, registry.BASES[cls.site])
     assert not {member for member in members if hasattr(tokenprune.Method, member)}
 
@@ -276,7 +276,7 @@ def test_question_free_options_are_suggested() -> None:
         assert not dataclasses.replace(method, **options).query_aware
 
 
-# -- engines know no method and no observable
+# -- engines contain no names of methods and observables
 
 
 def calls(path: Path) -> Iterator[ast.Call]:
@@ -286,7 +286,7 @@ def calls(path: Path) -> Iterator[ast.Call]:
 
 
 def test_engines_use_only_base_class_members() -> None:
-    found = [
+    uses = [
         f"{path.relative_to(PACKAGE)}:{call.lineno}"
         for folder in ("integrations", "bench", "tuning", "calibration", "cli", "guard")
         for path in (PACKAGE / folder).rglob("*.py")
@@ -295,16 +295,16 @@ def test_engines_use_only_base_class_members() -> None:
         and ast.unparse(call.args[0]) in ("method", "self.method", "step.method", "other")
         and isinstance(call.args[1], ast.Constant)
     ]
-    assert not found
+    assert not uses
 
 
 def test_engines_contain_no_observable_names() -> None:
-    names = {name for name in extend.available_observables() if "_" in name}  # others are words of their own
-    found = [
+    names = {name for name in extend.available_observables() if "_" in name}  # single words also have other uses
+    uses = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value}"
         for path in (PACKAGE / "integrations").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in names
     ]
-    # What DECODE ranks by, in the message of an error.
-    assert all("last_row_attention" in one and "decode_pruning" in one for one in found), found
+    # The allowed match is an error message about DECODE.
+    assert all("last_row_attention" in use and "decode_pruning" in use for use in uses), uses

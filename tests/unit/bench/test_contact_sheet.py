@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune show` for several frames: which ones are taken, that each gets its own tokens, and how groups look."""
+"""`tokenprune show` for several frames: frame selection, tokens per frame, and drawings of merged groups."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ def subject() -> Model:
     return Model(demo_model(), llava(), "shipped")
 
 
-def flat(number: int, size: int = 64) -> Image.Image:
-    return Image.new("RGB", (size, size), COLORS[number])
+def flat(index: int, size: int = 64) -> Image.Image:
+    return Image.new("RGB", (size, size), COLORS[index])
 
 
 # -- reading
 
 
 def test_frames_come_from_files_folders_and_animations(tmp_path: Path) -> None:
-    for number in range(5):
-        flat(number).save(tmp_path / f"{number}.png")
+    for index in range(5):
+        flat(index).save(tmp_path / f"{index}.png")
     (tmp_path / "notes.txt").write_text("no image")
     videos = tmp_path / "videos"
     videos.mkdir()
     flat(0).save(videos / "video.gif", save_all=True, append_images=[flat(1), flat(2), flat(3), flat(4)])
 
-    def colors(*paths: Path, most: int = 8) -> list[int]:
-        found = [np.asarray(frame, int)[32, 32] for frame in read_frames(paths, most)]
-        return [int(np.abs(np.array(COLORS) - one).sum(1).argmin()) for one in found]
+    def read_colors(*paths: Path, max_frames: int = 8) -> list[int]:
+        pixels = [np.asarray(frame, int)[32, 32] for frame in read_frames(paths, max_frames)]
+        return [int(np.abs(np.array(COLORS) - pixel).sum(1).argmin()) for pixel in pixels]
 
-    assert colors(tmp_path) == colors(videos / "video.gif") == [0, 1, 2, 3, 4]
-    assert colors(tmp_path, most=2) == colors(videos / "video.gif", most=2) == [1, 3]
-    assert colors(tmp_path / "3.png", tmp_path / "0.png") == [3, 0]
-    assert colors(tmp_path / "3.png") == [3]
-    assert colors(tmp_path, most=1) == [2]
+    assert read_colors(tmp_path) == read_colors(videos / "video.gif") == [0, 1, 2, 3, 4]
+    assert read_colors(tmp_path, max_frames=2) == read_colors(videos / "video.gif", max_frames=2) == [1, 3]
+    assert read_colors(tmp_path / "3.png", tmp_path / "0.png") == [3, 0]
+    assert read_colors(tmp_path / "3.png") == [3]
+    assert read_colors(tmp_path, max_frames=1) == [2]
     (tmp_path / "empty").mkdir()
     with pytest.raises(TokenPruneError, match="has no images"):
         read_frames([tmp_path / "empty"], 8)
@@ -67,30 +67,30 @@ def test_frames_come_from_files_folders_and_animations(tmp_path: Path) -> None:
         read_frames([tmp_path / "notes.txt"], 8)
 
 
-# -- the shipped model: frames are images of one prompt
+# -- the shipped model: the frames are images of a prompt
 
 
 def cells(image: Image.Image, grids: list[tuple[int, int]], cell: int = CELL) -> list[np.ndarray]:
-    """The middle of each patch of drawings side by side, `[height, width, 3]` for each."""
-    pixels, left, found = np.asarray(image, int), 0, []
+    """Return the center pixel of each patch of adjacent drawings, `[height, width, 3]` for each drawing."""
+    pixels, x_offset, centers = np.asarray(image, int), 0, []
     for height, width in grids:
-        part = pixels[: height * cell, left : left + width * cell]
-        found.append(part[cell // 2 :: cell, cell // 2 :: cell])
-        left += width * cell + _GAP
-    return found
+        drawing = pixels[: height * cell, x_offset : x_offset + width * cell]
+        centers.append(drawing[cell // 2 :: cell, cell // 2 :: cell])
+        x_offset += width * cell + _GAP
+    return centers
 
 
 @pytest.mark.parametrize("method, kept", [("divprune", 0.25), ("fastv", 16), ("pool", 0.25), ("downsample", 0.25)])
 def test_a_strip_of_images(subject: Model, method: str, kept: float) -> None:
     frames = [photo(90, 120, seed).point(lambda value: 80 + 6 * value // 10) for seed in range(3)]
     setting = Setting.from_text(method, kept)
-    image, left = contact_sheet.look(subject, frames, "is there a star?", setting, False, 16 * CELL)
-    each = kept if isinstance(kept, int) else round(256 * kept)
+    image, num_tokens = contact_sheet.look(subject, frames, "is there a star?", setting, False, 16 * CELL)
+    num_kept = kept if isinstance(kept, int) else round(256 * kept)
     side = 8 if method == "downsample" else 16
-    assert left == 3 * each and image.size == (3 * 16 * CELL + 2 * _GAP, 16 * CELL)
-    for found in cells(image, [(side, side)] * 3, 16 * CELL // side):
-        light = int((found.max(-1) > 255 * draw._DARK + 2).sum())
-        assert light == (each if method in ("divprune", "fastv") else side * side)
+    assert num_tokens == 3 * num_kept and image.size == (3 * 16 * CELL + 2 * _GAP, 16 * CELL)
+    for colors in cells(image, [(side, side)] * 3, 16 * CELL // side):
+        num_light = int((colors.max(-1) > 255 * draw._DARK + 2).sum())
+        assert num_light == (num_kept if method in ("divprune", "fastv") else side * side)
 
 
 def test_each_frame_gets_its_own_tokens() -> None:
@@ -98,36 +98,42 @@ def test_each_frame_gets_its_own_tokens() -> None:
     kept = rng.random(27) < 0.5
     groups = np.where(kept, np.arange(27), -1)
     kept[[1, 8]], groups[[1, 8]] = [True, False], 1
-    frames = [flat(number, 16 * number + 16) for number in range(3)]
+    frames = [flat(index, 16 * index + 16) for index in range(3)]
     image = contact_sheet.row(contact_sheet.PromptView(frames, grids, kept, groups).drawings(CELL))
     assert image.size == ((3 + 4 + 5) * CELL + 2 * _GAP, 4 * CELL)
     start = 0
-    for number, ((height, width), found) in enumerate(zip(grids, cells(image, grids), strict=True)):
-        own = slice(start, start := start + height * width)
-        shown, merged = (groups[own] >= 0).reshape(height, width), (groups[own] == 1).reshape(height, width)
-        np.testing.assert_array_equal((found == COLORS[number]).all(-1), shown & ~merged)
-        tinted = found[merged & ~kept[own].reshape(height, width)]
-        want = (np.array(COLORS[0]) + np.array(COLORS[1])) / 2  # the mean of what was merged, in both frames
-        assert np.abs(tinted - want).max(initial=0) <= 1
-        assert ((found[merged & kept[own].reshape(height, width)]) == draw.color_of(1)).all()  # its dot
+    for index, ((height, width), colors) in enumerate(zip(grids, cells(image, grids), strict=True)):
+        frame_slice = slice(start, start := start + height * width)
+        is_shown, is_merged = (
+            (groups[frame_slice] >= 0).reshape(height, width),
+            (groups[frame_slice] == 1).reshape(height, width),
+        )
+        np.testing.assert_array_equal((colors == COLORS[index]).all(-1), is_shown & ~is_merged)
+        tinted = colors[is_merged & ~kept[frame_slice].reshape(height, width)]
+        # Merged patches show their mean color in both frames.
+        expected = (np.array(COLORS[0]) + np.array(COLORS[1])) / 2
+        assert np.abs(tinted - expected).max(initial=0) <= 1
+        # The kept patch shows the dot of its group.
+        assert ((colors[is_merged & kept[frame_slice].reshape(height, width)]) == draw.color_of(1)).all()
     assert len({draw.color_of(group) for group in range(20)}) == 20
 
 
 def test_a_long_strip_goes_on_below_and_each_frame_is_counted() -> None:
     grids, kept = [(1, 2)] * 11, np.arange(22) % 3 == 0
-    seen = contact_sheet.PromptView(
+    view = contact_sheet.PromptView(
         [flat(n % 6, 16) for n in range(11)], grids, kept, np.where(kept, np.arange(22), -1)
     )
-    strip = side_by_side._strip(seen.drawings(CELL))
-    shown = side_by_side.Shown((), [side_by_side.Panel(strip, "", ())] * 2, [seen], "", 22)
+    strip = side_by_side._strip(view.drawings(CELL))
+    shown = side_by_side.Shown((), [side_by_side.Panel(strip, "", ())] * 2, [view], "", 22)
     assert strip.size == (8 * 2 * CELL + 7 * _GAP, 2 * CELL + _GAP)
-    assert strip.getpixel((2 * CELL + _GAP + CELL // 2, CELL + _GAP + CELL // 2)) == COLORS[9 % 6]  # kept, of the tenth
-    assert shown.pair(0).size == (strip.width, 2 * strip.height + _GAP)  # one below the other
-    assert seen.count_kept() == [(int(kept[2 * n : 2 * n + 2].sum()), 2) for n in range(11)]
+    # A kept patch of the tenth frame.
+    assert strip.getpixel((2 * CELL + _GAP + CELL // 2, CELL + _GAP + CELL // 2)) == COLORS[9 % 6]
+    assert shown.pair(0).size == (strip.width, 2 * strip.height + _GAP)  # two strips in a column
+    assert view.count_kept() == [(int(kept[2 * n : 2 * n + 2].sum()), 2) for n in range(11)]
 
 
 def test_frames_of_squares_with_a_newline_behind_them_are_drawn(build: Any) -> None:
-    """LLaVA-OneVision: nothing tells its grids, and a token follows the last frame."""
+    """LLaVA-OneVision inputs have no grid sizes, and a newline token follows the last frame."""
     family = FAMILIES["llava_onevision"]
     subject = Model(build(family), SimpleNamespace(image_processor=None), "tiny")
     inputs = dict(family.make_inputs(images=[0], video=3))
@@ -157,7 +163,7 @@ def test_what_cannot_be_drawn(subject: Model) -> None:
 
 
 class Video(Model):
-    """Answers with the tiny model's own inputs: its vocabulary is too small for a tokenizer."""
+    """Model with synthetic video inputs, because the tiny vocabulary is too small for a tokenizer."""
 
     def video_inputs(self, frames: Any, question: str) -> dict[str, Any]:
         self.seen = len(frames)
@@ -168,23 +174,23 @@ class Video(Model):
 def test_a_video_is_drawn_by_its_own_grid(method: str, build: Any) -> None:
     model = build(FAMILIES["qwen2_vl"])
     processor = SimpleNamespace(
-        video_processor=object(), batch_decode=lambda ids, **more: ["?"] * len(ids), tokenizer=None
+        video_processor=object(), batch_decode=lambda ids, **options: ["?"] * len(ids), tokenizer=None
     )
     subject = Video(model, processor, "tiny")
-    times, height, width = subject.video_inputs([], "")["video_grid_thw"][0].tolist()
-    grids = [(height // 2, width // 2)] * times
+    num_steps, height, width = subject.video_inputs([], "")["video_grid_thw"][0].tolist()
+    grids = [(height // 2, width // 2)] * num_steps
     setting = Setting.from_text(method, 0.5)
-    shown = side_by_side.show(subject, [flat(number) for number in range(2 * times)], "?", [setting])
-    (seen,) = shown.seen
-    assert subject.seen == 2 * times
-    total = times * height * width // 4
-    assert (shown.tokens, int(seen.kept.sum())) == (total, round(total / 2))
-    found = cells(contact_sheet.row(seen.drawings(CELL)), grids)
+    shown = side_by_side.show(subject, [flat(index) for index in range(2 * num_steps)], "?", [setting])
+    (view,) = shown.seen
+    assert subject.seen == 2 * num_steps
+    num_tokens = num_steps * height * width // 4
+    assert (shown.tokens, int(view.kept.sum())) == (num_tokens, round(num_tokens / 2))
+    drawings = cells(contact_sheet.row(view.drawings(CELL)), grids)
     if method == "divprune":
-        right = sum(int((one == COLORS[2 * number]).all(-1).sum()) for number, one in enumerate(found))
-        assert right == round(total / 2), "every kept patch shows the first of its two frames"
-    counts = seen.count_kept()
-    assert sum(kept for kept, _ in counts) == seen.kept.sum() and len(counts) == times
+        num_colored = sum(int((colors == COLORS[2 * index]).all(-1).sum()) for index, colors in enumerate(drawings))
+        assert num_colored == round(num_tokens / 2), "every kept patch shows the first of its two frames"
+    counts = view.count_kept()
+    assert sum(kept for kept, _ in counts) == view.kept.sum() and len(counts) == num_steps
     assert not tokenprune.is_patched(model)
 
 
@@ -206,8 +212,8 @@ def test_frames_become_a_video_of_a_real_processor() -> None:
 
 
 def test_show_takes_frames(tmp_path: Path) -> None:
-    for number in range(3):
-        photo(64, 64, number).save(tmp_path / f"{number}.png")
+    for index in range(3):
+        photo(64, 64, index).save(tmp_path / f"{index}.png")
     out = tmp_path / "strip.png"
     result = call("show", tmp_path, "--method", "uniform", "--frames", 2, "--details", "--device", "cpu", "--out", out)
     assert "512 → 128" in result.output and "of each frame as the model has it: 64/256 64/256" in result.output
@@ -218,8 +224,8 @@ def test_show_takes_frames(tmp_path: Path) -> None:
 
 @pytest.fixture
 def video(tmp_path: Path) -> Path:
-    """A GIF of 20 frames, the shipped model's context is full with eight."""
-    first, *rest = (photo(64, 64, number) for number in range(20))
+    """A GIF of 20 frames. Eight frames exceed the context of the shipped model."""
+    first, *rest = (photo(64, 64, index) for index in range(20))
     first.save(tmp_path / "video.gif", save_all=True, append_images=rest)
     return tmp_path / "video.gif"
 
@@ -236,29 +242,29 @@ def test_show_takes_as_many_frames_as_the_context_holds(
 
     monkeypatch.setattr(Model, "generate", spy)
     out = tmp_path / "strip.png"
-    said = call("show", video, "--method", method, "--device", "cpu", "--out", out).output
-    assert "7 of 8 frames are used: all frames and the question have" in said and "context is 2048" in said
-    assert "1792 → 448" in said and max(lengths) <= 2048
+    output = call("show", video, "--method", method, "--device", "cpu", "--out", out).output
+    assert "7 of 8 frames are used: all frames and the question have" in output and "context is 2048" in output
+    assert "1792 → 448" in output and max(lengths) <= 2048
     assert Image.open(out).width == layout.WIDTH
-    said = call("show", video, "--method", method, "--frames", 7, "--device", "cpu", "--out", out).output
-    assert "1792 → 448" in said and "are used" not in said
+    output = call("show", video, "--method", method, "--frames", 7, "--device", "cpu", "--out", out).output
+    assert "1792 → 448" in output and "are used" not in output
 
 
 def test_frames_that_fit_are_chosen_evenly_from_the_whole_video(subject: Model, video: Path) -> None:
-    frames, left_out = contact_sheet.fit_frames(
-        subject, lambda most: read_frames([video], most), 20, "?", Setting.from_text("dart")
+    frames, note = contact_sheet.fit_frames(
+        subject, lambda max_frames: read_frames([video], max_frames), 20, "?", Setting.from_text("dart")
     )
-    assert "7 of 20 frames" in left_out
-    for one, other in zip(frames, read_frames([video], 7), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    frames, left_out = contact_sheet.fit_frames(
-        subject, lambda most: read_frames([video], most), 3, "?", Setting.from_text("dart")
+    assert "7 of 20 frames" in note
+    for frame, expected in zip(frames, read_frames([video], 7), strict=True):
+        np.testing.assert_array_equal(np.asarray(frame), np.asarray(expected))
+    frames, note = contact_sheet.fit_frames(
+        subject, lambda max_frames: read_frames([video], max_frames), 3, "?", Setting.from_text("dart")
     )
-    assert len(frames) == 3 and left_out is None
+    assert len(frames) == 3 and note is None
 
 
 def test_a_question_that_fills_the_context_is_refused(video: Path, tmp_path: Path) -> None:
     flat(0).save(tmp_path / "one.png")
-    for what in (video, tmp_path / "one.png"):
-        said = refused("show", what, "--question", "a " * 2000, "--device", "cpu")
-        assert "context is 2048" in said and "shorter question" in said
+    for path in (video, tmp_path / "one.png"):
+        output = refused("show", path, "--question", "a " * 2000, "--device", "cpu")
+        assert "context is 2048" in output and "shorter question" in output

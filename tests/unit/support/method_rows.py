@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the table in tests/unit/methods/naive: the loop of each method, options to try, and options to refuse."""
+"""Rows of the table in tests/unit/methods/naive: a method's naive loop, its valid options and its invalid options."""
 
 from __future__ import annotations
 
@@ -48,8 +48,14 @@ def _turn(width: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """naive: the loop written from the method's description, or None if a separate file holds it. tried: options to
-    compare. refused: options that raise OptionError. unchanged: names of `CHANGES`."""
+    """Row of a method.
+
+    Args:
+        naive: Naive loop, written from the paper. None if a separate file holds the loop.
+        tried: Options to compare.
+        refused: Options that raise OptionError.
+        unchanged: Names of `CHANGES` that must not change the selection.
+    """
 
     naive: Callable[..., Any] | None = None
     tried: Sequence[Options] = ({},)
@@ -57,24 +63,27 @@ class Row:
     unchanged: Sequence[str] = ()
 
     def cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
-        """Return named comparisons with the loop: functions of the method's name and the fixture `build`."""
+        """Yield (name, function) comparisons with the loop. Arguments: method name, `build` fixture."""
         return iter(())
 
     def large_cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
-        """Return slower comparisons, at the sizes of papers."""
+        """Yield slower comparisons at the sizes of the papers."""
         return iter(())
 
     def view(self, keep: int | None = None, **observables: Any) -> VisualTokens | None:
-        """Return tokens of one image or video with a budget of `keep`, by default all; None for no such test."""
+        """Return tokens of an image or video with a budget of `keep` (default: all), or None to skip these tests."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picks(Row):
-    """A method that picks tokens by their values, on made-up tokens of several sizes in float32 and bfloat16.
+    """Row of a method that picks tokens by their features, on synthetic batches in float32 and bfloat16.
 
-    slack: see `greedy.check_against`. sizes: counts, budgets and dtype of further batches. large: try the papers' sizes
-    with the first options. nested: a smaller budget keeps a subset of a larger budget's tokens.
+    Args:
+        slack: See `greedy.check_against`.
+        sizes: Counts, budgets and dtype of further batches.
+        large: Compare the first options at the sizes of the papers.
+        nested: A smaller budget keeps a subset of the tokens of a larger budget.
     """
 
     slack: float = 2e-5
@@ -119,11 +128,16 @@ class Picks(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Tower(Row):
-    """A method that uses observables of the vision tower, on tiles of all shapes, with and without ties, and at the
-    papers' sizes in bfloat16.
+    """Row of a method that uses observables of the vision tower.
 
-    naive: returns, for tokens and an image index, the kept tokens and, if `merges`, the target of each merged token.
-    made: builds tokens like `tower_tokens`. papers: grids and budgets. tied: options to try with ties.
+    The method is compared on tiles of all shapes, with and without ties, and at the papers' sizes in bfloat16. `naive`
+    takes the tokens and an image index. It returns the kept tokens and, if `merges`, the target of each merged token.
+
+    Args:
+        made: Builds tokens, with the signature of `tower_tokens`.
+        papers: Grids and budgets of the papers.
+        tied: Options to compare with ties. None uses `tried`.
+        merges: Whether the method merges tokens.
     """
 
     made: Callable[..., VisualTokens] = tower_tokens.tower_tokens
@@ -167,11 +181,14 @@ class Tower(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Video(Row):
-    """A method that merges tokens of frames, on batches of videos of different lengths, with and without a scene cut.
+    """Row of a method that merges tokens of frames, on batches of videos with and without a scene cut.
 
-    naive: takes a video, its attention, the budget and the grid. always: options of every call. by_grid: the method
-    assumes raster order if a newline hides the grid. slow: the loop is too slow for these cases, and the method has a
-    separate file.
+    `naive` takes a video, its attention, the budget and the grid.
+
+    Args:
+        always: Options of every call.
+        by_grid: The method assumes raster order if a newline hides the grid.
+        slow: The loop is too slow for these cases, and the method has a separate test file.
     """
 
     always: Options = field(default_factory=dict)
@@ -184,8 +201,8 @@ class Video(Row):
         if self.slow:
             return
         for share in (0.04, 0.3, 0.6, 0.97):
-            for cut in (None, 3):
-                yield f"{share}, {cut}", partial(self._compare, share, cut)
+            for scene_cut in (None, 3):
+                yield f"{share}, {scene_cut}", partial(self._compare, share, scene_cut)
         for options in self.tried:
             if options:
                 yield str(dict(options)), partial(self._options, options)
@@ -218,11 +235,16 @@ def _parts(groups: dict[int, dict[int, float]]) -> dict[int, dict[int, float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts(Row):
-    """A method that cuts inside the decoder: in eager models, on their tensors, and on made-up tokens with ties.
+    """Row of a method that cuts inside the decoder, compared in eager models and on synthetic tokens with ties.
 
-    naive: takes `several_cuts.Arrived`, the decoder and the options. layers: the cut layers in a model of four layers.
-    merges: whether kept tokens must absorb others. ties: returns the kept tokens of each image for tokens, a cut index
-    and the options; tied: its options; stages: the number of first cuts to check, None for all.
+    `naive` takes `several_cuts.Arrived`, the decoder and the options.
+
+    Args:
+        layers: Cut layers in a model of four layers.
+        merges: Whether kept tokens must absorb dropped tokens.
+        ties: Returns the kept tokens of each image for tokens, a cut index and the options. None skips ties.
+        tied: Options of `ties`.
+        stages: Number of cuts to check with ties. None checks all cuts.
     """
 
     keep: float = 0.5
@@ -240,7 +262,7 @@ class Cuts(Row):
         for options in self.tied if self.ties else ():
             yield f"ties, {dict(options)}", partial(self._tied, options)
 
-    def view(self, keep: int | None = None, **given: Any) -> VisualTokens | None:
+    def view(self, keep: int | None = None, **observables: Any) -> VisualTokens | None:
         return None  # each stage needs the inputs of its cut; `ties` covers a share of 1.0
 
     def _in_model(self, family: str, options: Options, name: str, build: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check methods that cut inside the decoder against naive loops, on made-up tokens and inside eager models."""
+"""Check methods that cut inside the decoder against naive loops, on synthetic tokens and inside eager models."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def view(
     counts: Sequence[int], keep: Sequence[int], needs: Sequence[str], *, seed: int = 0, levels: int | None = None,
     dtype: torch.dtype = torch.float32, **replaced: Any,
 ) -> VisualTokens:  # fmt: skip
-    """Build made-up tokens with all observables that a method needs. levels: round values to steps of 1 / levels, for
-    ties."""
-    g, sizes = torch.Generator().manual_seed(seed), Sizes(tuple(counts), TEXT, width=WIDTH, heads=HEADS)
+    """Build synthetic tokens with all observables that a method needs.
+
+    levels: round values to multiples of 1 / levels, so that ties occur.
+    """
+    generator, sizes = torch.Generator().manual_seed(seed), Sizes(tuple(counts), TEXT, width=WIDTH, heads=HEADS)
 
     def rounded(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -42,8 +44,12 @@ def view(
             value = (value * levels).round() / levels
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    observables = {name: rounded(find_observable(name).example(sizes, g)) for name in ("hidden", *sorted(needs))}
-    text = {find_observable(name).text_name: find_observable(name).text_example(sizes, g) for name in observables}
+    observables = {
+        name: rounded(find_observable(name).example(sizes, generator)) for name in ("hidden", *sorted(needs))
+    }
+    text = {
+        find_observable(name).text_name: find_observable(name).text_example(sizes, generator) for name in observables
+    }
     text = {name: rounded(value) for name, value in text.items() if value is not None}
     lengths = torch.tensor([max(1, TEXT - row) for row in range(len(counts))])
     text["mask"] = torch.arange(TEXT) < lengths[:, None]
@@ -51,11 +57,11 @@ def view(
 
 
 def counts_of(method: Any, layers: int, count: int, keep: Any) -> list[tuple[int, int]]:
-    """Return the layer of each cut of a method, and the kept tokens of an image of `count` tokens."""
+    """Return the layer of each cut of a method, and the number of kept tokens of an image of `count` tokens."""
     shape = DecoderShape(layers, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
     return [
-        (stage.cut_layer, *part.resolve([count], layer=stage.cut_layer, shape=shape, text_tokens=9, original=[count]))
-        for stage, part in method.stages(tokenprune.Budget.from_keep(keep), layers)
+        (stage.cut_layer, *budget.resolve([count], layer=stage.cut_layer, shape=shape, text_tokens=9, original=[count]))
+        for stage, budget in method.stages(tokenprune.Budget.from_keep(keep), layers)
     ]
 
 
@@ -75,13 +81,23 @@ def best(score: Sequence[float], count: int, among: Sequence[int] | None = None)
 
 @dataclass
 class Arrived:
-    """Inputs of a naive loop for one image at one cut, from the unpatched model with earlier cuts masked.
+    """Inputs of a naive loop for an image at a cut, from the unpatched model with earlier cuts masked.
 
-    places: its positions that reach the cut. text: positions of the text after it. before, behind: attention `[H, L,
-    L]` of the layers before and after the cut. hidden, previous: `[L, D]`, inputs of the layer after and before it.
-    entered: `[L, D]`, input of the decoder. keys, values: `[L, Hkv, D]` of the layer before. last: position of the
-    prompt's last token. number: index of the cut. keep: number of kept tokens. all_places: positions of all its tokens.
-    stays: positions of the kept tokens, for cuts that are not checked.
+    Args:
+        places: Positions of the image's tokens that reach the cut.
+        text: Positions of the text after the image.
+        before: Attention of the layer before the cut, `[H, L, L]`.
+        behind: Attention of the layer after the cut, `[H, L, L]`.
+        hidden: Input of the layer after the cut, `[L, D]`.
+        previous: Input of the layer before the cut, `[L, D]`.
+        entered: Input of the decoder, `[L, D]`.
+        last: Position of the prompt's last token.
+        number: Index of the cut.
+        keep: Number of kept tokens.
+        all_places: Positions of all tokens of the image.
+        keys: Keys of the layer before the cut, `[L, Hkv, D]`.
+        values: Values of the layer before the cut, `[L, Hkv, D]`.
+        stays: Positions of the kept tokens, for cuts that are not checked.
     """
 
     places: list[int]
@@ -134,8 +150,7 @@ def check_in_model(
 
 
 def check_ties(method: Any, naive: Callable[[VisualTokens, int], list[list[int]]], stages: int | None = None) -> None:
-    """Check the first stages of a configured method (None for all) against `naive`, on made-up tokens with many
-    ties."""
+    """Check the first `stages` stages of a method (None for all) against `naive`, on synthetic tokens with ties."""
     for seed, counts in enumerate(COUNTS):
         for share in SHARES:
             for levels, dtype in ((4, torch.float32), (None, torch.float32), (None, torch.bfloat16)):
@@ -150,16 +165,18 @@ def check_ties(method: Any, naive: Callable[[VisualTokens, int], list[list[int]]
 
 
 def naive_centres(x: Tensor, count: int, neighbours: int) -> list[int]:
-    """Return density peaks. Density is computed from the nearest `neighbours` tokens, including the token; the first of
-    equals wins."""
+    """Return the density peaks of DPC-KNN.
+
+    The density of a token uses its nearest `neighbours` tokens, including the token. Ties prefer the lower index.
+    """
     num_tokens = len(x)
     points = x.double()
     distance = [[float((points[i] - points[j]).norm()) / x.shape[1] ** 0.5 for j in range(num_tokens)]
                 for i in range(num_tokens)]  # fmt: skip
-    dense = [-sum(d * d for d in sorted(row)[:neighbours]) / min(neighbours, num_tokens) for row in distance]
+    density = [-sum(d * d for d in sorted(row)[:neighbours]) / min(neighbours, num_tokens) for row in distance]
     peak = []
     for i in range(num_tokens):
-        denser = [distance[i][j] for j in range(num_tokens) if (dense[j], -j) > (dense[i], -i)]
+        denser = [distance[i][j] for j in range(num_tokens) if (density[j], -j) > (density[i], -i)]
         peak.append(min(denser) if denser else max(distance[i]))
-    score = [math.exp(dense[i]) * peak[i] for i in range(num_tokens)]
+    score = [math.exp(density[i]) * peak[i] for i in range(num_tokens)]
     return sorted(range(num_tokens), key=lambda i: (-score[i], i))[:count]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table of methods: each file holds a loop written from the description of one method, and its row."""
+"""Table of methods. Each file holds the naive loop of a method, written from the paper, and a row of the table."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""adaptinfer: a loop written from its description."""
+"""Naive loop of AdaptInfer (arXiv 2508.06084)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from method_rows import Cuts
 from several_cuts import Arrived
 
 
-def naive(seen: Arrived, decoder: Any, dynamic: float) -> list[int]:
-    """Words weigh by what words make of them."""
-    score = dict.fromkeys(seen.places, 0.0)
-    for head in seen.before.double():
-        weight = []
-        for j in seen.text:
-            gave = sum(float(head[j, i]) for i in seen.text)
-            got = sum(float(head[i, j]) for i in seen.text)
-            weight.append(gave + got - float(head[j, j]))
-        mean = sum(weight) / len(weight)
-        for j, one in zip(seen.text, weight, strict=True):
-            for i in seen.places:
-                score[i] += (dynamic * one + (1 - dynamic) * mean) * float(head[j, i])
-    return sorted(seen.places, key=lambda i: (-score[i], i))[: seen.keep]
+def naive(arrived: Arrived, decoder: Any, dynamic: float) -> list[int]:
+    """Score visual token i by the sum over heads and text tokens j of w_j A[j, i].
+
+    w_j is the attention that text token j gives to the text and receives from it, with the diagonal counted once.
+    `dynamic` mixes w_j with its mean.
+    """
+    score = dict.fromkeys(arrived.places, 0.0)
+    for head in arrived.before.double():
+        importance = []
+        for j in arrived.text:
+            outgoing = sum(float(head[j, i]) for i in arrived.text)
+            incoming = sum(float(head[i, j]) for i in arrived.text)
+            importance.append(outgoing + incoming - float(head[j, j]))
+        mean = sum(importance) / len(importance)
+        for j, value in zip(arrived.text, importance, strict=True):
+            for i in arrived.places:
+                score[i] += (dynamic * value + (1 - dynamic) * mean) * float(head[j, i])
+    return sorted(arrived.places, key=lambda i: (-score[i], i))[: arrived.keep]
 
 
 ROWS = {

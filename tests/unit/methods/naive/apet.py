@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""apet: a loop written from its description."""
+"""Naive loop of APET (arXiv 2602.19870)."""
 
 from __future__ import annotations
 
@@ -10,37 +10,43 @@ from method_rows import Tower
 from tokenprune.selection.tokens import VisualTokens
 
 
-def farthest(x: Tensor, number: int) -> list[int]:
-    """The longest token, then again and again the one whose nearest among these is farthest away."""
+def farthest(x: Tensor, count: int) -> list[int]:
+    """Sample the farthest points, starting at the token of greatest norm."""
     chosen: list[int] = []
-    for _ in range(number):
-        score = [min((float((one - x[j]).square().sum()) for j in chosen), default=float(one.norm())) for one in x]
+    for _ in range(count):
+        score = [
+            min((float((token - x[j]).square().sum()) for j in chosen), default=float(token.norm())) for token in x
+        ]
         chosen.append(max((i for i in range(len(x)) if i not in chosen), key=lambda i: (score[i], -i)))
     return chosen
 
 
 def errors(x: Tensor, basis: list[int]) -> list[float]:
-    """How far each token is from what its coefficients make of the basis; what is but rounding is none."""
+    """Return each token's distance from its ridge projection onto the basis. Rounding errors count as 0."""
     s = x[basis]
     inverse = torch.linalg.inv(s @ s.T + 1e-5 * torch.eye(len(basis), dtype=x.dtype))
-    found = [float((one - one @ s.T @ inverse @ s).norm()) for one in x]
-    return [e if e >= 2**-16 * float(one.norm()) else 0.0 for e, one in zip(found, x, strict=True)]
+    residuals = [float((token - token @ s.T @ inverse @ s).norm()) for token in x]
+    return [e if e >= 2**-16 * float(token.norm()) else 0.0 for e, token in zip(residuals, x, strict=True)]
 
 
 def of_image(x: Tensor, keep: int, basis: int = 10) -> tuple[list[int], dict[int, int], list[int]]:
-    """Return the tokens that stay, the one that each other token joins, and the basis."""
+    """Return the kept tokens, the target of each merged token, and the basis.
+
+    The basis replaces the kept tokens of smallest error. Other dropped tokens join the most similar kept token outside
+    the basis.
+    """
     if keep == len(x):
         return list(range(keep)), {}, []
-    chosen = farthest(x, min(basis, keep - 1))
-    error = errors(x, chosen)
+    basis_tokens = farthest(x, min(basis, keep - 1))
+    error = errors(x, basis_tokens)
     order = sorted(range(len(x)), key=lambda i: (-error[i], i))[:keep]
-    stay, places = order[: keep - len(chosen)], sorted(order[keep - len(chosen) :])
-    free, unit = [p for p in places if p not in chosen], x / x.norm(dim=1, keepdim=True)
-    into = {s: free.pop(0) for s in chosen if s not in order}
+    anchors, weakest = order[: keep - len(basis_tokens)], sorted(order[keep - len(basis_tokens) :])
+    free_slots, unit = [p for p in weakest if p not in basis_tokens], x / x.norm(dim=1, keepdim=True)
+    targets = {s: free_slots.pop(0) for s in basis_tokens if s not in order}
     for i in range(len(x)):
-        if i not in order and i not in chosen:
-            into[i] = max(stay, key=lambda j: (round(float(unit[i] @ unit[j]), 6), -j))
-    return sorted(order), into, chosen
+        if i not in order and i not in basis_tokens:
+            targets[i] = max(anchors, key=lambda j: (round(float(unit[i] @ unit[j]), 6), -j))
+    return sorted(order), targets, basis_tokens
 
 
 def naive(

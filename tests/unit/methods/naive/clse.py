@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""clse: a loop written from its description."""
+"""Naive loop of CLSE (arXiv 2606.24165)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from several_cuts import Arrived, best
 
 
 def high_frequencies(features: Tensor, height: int, width: int, cutoff: float) -> list[float]:
-    """Return the mean magnitude of each token behind the filter, by the definition of the Fourier transform."""
+    """Return the mean magnitude of each token after a Gaussian high-pass filter, with an explicit Fourier sum."""
     cells = [(row, column) for row in range(height) for column in range(width)]
 
     def gain(row: int, column: int) -> float:
@@ -23,33 +23,36 @@ def high_frequencies(features: Tensor, height: int, width: int, cutoff: float) -
         y, x = ((f + side // 2) % side - side // 2 for f, side in ((row, height), (column, width)))
         return 1 - math.exp(-(y * y + x * x) / (2 * (min(height // 2, width // 2) * cutoff) ** 2))
 
-    def turn(sign: int, a: tuple[int, int], b: tuple[int, int]) -> complex:
+    def phase(sign: int, a: tuple[int, int], b: tuple[int, int]) -> complex:
         return cmath.exp(sign * 2j * math.pi * (a[0] * b[0] / height + a[1] * b[1] / width))
 
     total = [0.0] * len(cells)
     for channel in features.double().T.tolist():
-        spectrum = [sum(value * turn(-1, f, cell) for value, cell in zip(channel, cells, strict=True)) for f in cells]
-        kept = [gain(*f) * value for f, value in zip(cells, spectrum, strict=True)]
+        spectrum = [sum(value * phase(-1, f, cell) for value, cell in zip(channel, cells, strict=True)) for f in cells]
+        filtered = [gain(*f) * value for f, value in zip(cells, spectrum, strict=True)]
         for index, cell in enumerate(cells):
             total[index] += abs(
-                sum(value * turn(1, f, cell) for f, value in zip(cells, kept, strict=True)) / len(cells)
+                sum(value * phase(1, f, cell) for f, value in zip(cells, filtered, strict=True)) / len(cells)
             )
     return [value / features.shape[1] for value in total]
 
 
-def naive(seen: Arrived, decoder: Any, cutoff: float = 0.1, temperature: float = 0.1) -> list[int]:
-    attention = seen.before.double().mean(0)[seen.last]
-    score = [float(attention[index]) for index in seen.places]
-    if seen.number == 0:
-        side = math.isqrt(len(seen.places))
-        before = high_frequencies(seen.entered[seen.places], side, side, cutoff)
-        after = high_frequencies(seen.hidden[seen.places], side, side, cutoff)
-        mean = statistics.fmean(before)
-        change = [min(1, abs(b - a) / (mean + a + 1e-6)) for a, b in zip(before, after, strict=True)]
-        middle, deviation = statistics.fmean(change), statistics.stdev(change)
-        weight = [1 / (1 + math.exp(-(value - middle) / (deviation + 1e-6) / temperature)) for value in change]
+def naive(arrived: Arrived, decoder: Any, cutoff: float = 0.1, temperature: float = 0.1) -> list[int]:
+    """Score by the last token's attention. The first cut weighs it by the change of high frequencies."""
+    attention = arrived.before.double().mean(0)[arrived.last]
+    score = [float(attention[index]) for index in arrived.places]
+    if arrived.number == 0:
+        side = math.isqrt(len(arrived.places))
+        magnitude_before = high_frequencies(arrived.entered[arrived.places], side, side, cutoff)
+        magnitude_after = high_frequencies(arrived.hidden[arrived.places], side, side, cutoff)
+        mean = statistics.fmean(magnitude_before)
+        change = [
+            min(1, abs(b - a) / (mean + a + 1e-6)) for a, b in zip(magnitude_before, magnitude_after, strict=True)
+        ]
+        mean_change, deviation = statistics.fmean(change), statistics.stdev(change)
+        weight = [1 / (1 + math.exp(-(value - mean_change) / (deviation + 1e-6) / temperature)) for value in change]
         score = [a * b for a, b in zip(score, weight, strict=True)]
-    return [seen.places[index] for index in best(score, seen.keep)]
+    return [arrived.places[index] for index in best(score, arrived.keep)]
 
 
 ROWS = {

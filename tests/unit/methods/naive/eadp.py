@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""eadp: a loop written from its description."""
+"""Naive loop of EADP."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from method_rows import Picks
 
 def naive_weight(x: Tensor, t: Tensor, alpha: float = 0.5, beta: float = 2.0, share: float = 0.2, sign: int = -1,
                  grid: tuple[int, int] | None = None) -> Tensor:  # fmt: skip
-    alike = sign * unit(x) @ unit(t).T
+    """Return token weights: cosines to the pooled text and to the text tokens of lowest spatial entropy."""
+    similarity = sign * unit(x) @ unit(t).T
     entropy = []
     for word in range(len(t)):
-        p = torch.softmax(100 * alike[:, word], 0)
+        p = torch.softmax(100 * similarity[:, word], 0)
         entropy.append(float(-(p * (p + 1e-12).log()).sum()))
-    telling = sorted(range(len(t)), key=lambda j: (entropy[j], j))[: max(1, int(share * len(t)))]
-    weight = torch.softmax(torch.tensor([-entropy[j] / (0.01 + 1e-6) for j in telling], dtype=torch.float64), 0)
-    local = sum(w * alike[:, j] for w, j in zip(weight, telling, strict=True))
+    specific = sorted(range(len(t)), key=lambda j: (entropy[j], j))[: max(1, int(share * len(t)))]
+    weight = torch.softmax(torch.tensor([-entropy[j] / (0.01 + 1e-6) for j in specific], dtype=torch.float64), 0)
+    local = sum(w * similarity[:, j] for w, j in zip(weight, specific, strict=True))
     score = alpha * sign * unit(x) @ unit(t.mean(0)) + (1 - alpha) * local
     score = (score - score.min() + 1e-6) / (score.max() - score.min() + 1e-6)
     if grid:
@@ -31,6 +32,7 @@ def naive_weight(x: Tensor, t: Tensor, alpha: float = 0.5, beta: float = 2.0, sh
 
 
 def naive_blur(cells: Tensor) -> Tensor:
+    """Blur with a 3 x 3 Gaussian (sigma 1) and reflect padding."""
     height, width = cells.shape
     out = torch.zeros_like(cells)
     for row in range(height):
@@ -40,20 +42,21 @@ def naive_blur(cells: Tensor) -> Tensor:
                 for b in (-1, 0, 1):
                     r, c = abs(row + a), abs(column + b)
                     r, c = min(r, 2 * (height - 1) - r), min(c, 2 * (width - 1) - c)
-                    bell = math.exp(-(a * a + b * b) / 2)
-                    total, weights = total + bell * float(cells[r, c]), weights + bell
+                    gaussian = math.exp(-(a * a + b * b) / 2)
+                    total, weights = total + gaussian * float(cells[r, c]), weights + gaussian
             out[row, column] = total / weights
     return out
 
 
 def naive(x: Tensor, t: Tensor, keep: int, kept: Any = (), slack: float = 0.0, z: Any = None, a: Any = None,
-          **more: Any) -> list[int]:  # fmt: skip
-    weight = naive_weight(x, t, **more) if len(t) else torch.ones(len(x))
-    alike, picks = (cosine_table(x) + 1) / 2, []
+          **options: Any) -> list[int]:  # fmt: skip
+    """Greedy facility location on the weighted similarities (cos + 1) / 2."""
+    weight = naive_weight(x, t, **options) if len(t) else torch.ones(len(x))
+    similarity, picks = (cosine_table(x) + 1) / 2, []
     cover = torch.zeros(len(x), dtype=torch.float64)
     for _ in range(keep):
-        picks.append(next_pick((weight * (alike - cover).clamp(min=0)).sum(1), picks, kept, slack))
-        cover = torch.maximum(cover, alike[picks[-1]])
+        picks.append(next_pick((weight * (similarity - cover).clamp(min=0)).sum(1), picks, kept, slack))
+        cover = torch.maximum(cover, similarity[picks[-1]])
     return picks
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastervlm: a sort."""
+"""Naive loop of FasterVLM (arXiv 2412.01818): a sort by attention."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from tower_tokens import best, parts, tiles_of
 
 
 def naive(tokens: VisualTokens, image: int) -> list[int]:
-    tiles, others = tiles_of(tokens, image)
+    """Keep the tokens with the highest class-token attention in each tile."""
+    tiles, untiled = tiles_of(tokens, image)
     score = tokens.encoder_attention(-1)[image].double().mean(0).nan_to_num(nan=-torch.inf).tolist()
-    numbers = parts([len(tile) for tile in tiles], tokens.keep[image])
-    kept = [i for tile, number in zip(tiles, numbers, strict=True) for i in best(tile, score, number)]
-    return sorted(kept + others[: tokens.keep[image] - len(kept)])
+    budgets = parts([len(tile) for tile in tiles], tokens.keep[image])
+    kept = [i for tile, num_kept in zip(tiles, budgets, strict=True) for i in best(tile, score, num_kept)]
+    return sorted(kept + untiled[: tokens.keep[image] - len(kept)])
 
 
 ROWS = {

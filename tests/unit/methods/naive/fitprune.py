@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fitprune: a loop written from its description."""
+"""Naive loop of FitPrune (arXiv 2409.10197)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from several_cuts import Arrived, best
 from tokenprune import VisualTokens
 
 
-def naive(seen: Arrived, decoder: Any) -> list[int]:
-    """By the product of what the image's own tokens and what the text pays: of each row the most of any head."""
+def naive(arrived: Arrived, decoder: Any) -> list[int]:
+    """Score by self-attention times cross-attention, each the mean over query rows of the maximum over heads."""
     means = []
-    for lines in (seen.places, seen.text):
+    for queries in (arrived.places, arrived.text):
         means.append(
-            [sum(max(float(head[j, i]) for head in seen.before) for j in lines) / len(lines) for i in seen.places]
+            [
+                sum(max(float(head[j, i]) for head in arrived.before) for j in queries) / len(queries)
+                for i in arrived.places
+            ]
         )
-    return [seen.places[i] for i in best([a * b for a, b in zip(*means, strict=True)], seen.keep)]
+    return [arrived.places[i] for i in best([a * b for a, b in zip(*means, strict=True)], arrived.keep)]
 
 
 def ties(tokens: VisualTokens, cut: int) -> list[list[int]]:
     score = tokens.head_maxima.float().prod(1).tolist()
-    return [best(row[:n], k) for row, n, k in zip(score, tokens.counts, tokens.keep, strict=True)]
+    return [best(row[:count], num_kept) for row, count, num_kept in zip(score, tokens.counts, tokens.keep, strict=True)]
 
 
 ROWS = {"fitprune": Cuts(naive=naive, layers=(1, 2, 3), ties=ties, stages=1)}

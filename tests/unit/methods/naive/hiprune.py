@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hiprune: a loop written from its description."""
+"""Naive loop of HiPrune (arXiv 2508.00553)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ LAYERS = (0.39, -1)
 
 
 def naive(tokens: VisualTokens, image: int, alpha: float = 0.1, edges: str = "grid") -> list[int]:
-    tiles, others = tiles_of(tokens, image)
-    objects, deep = (tokens.encoder_received_attention(x)[image].double().mean(0).tolist() for x in LAYERS)
+    """Keep anchors of the object layer with their neighbors (buffers), then registers of the deep layer."""
+    tiles, untiled = tiles_of(tokens, image)
+    object_score, deep_score = (tokens.encoder_received_attention(x)[image].double().mean(0).tolist() for x in LAYERS)
     patches, kept = tokens.patches, []
-    for tile, number in zip(tiles, parts([len(t) for t in tiles], tokens.keep[image]), strict=True):
+    for tile, num_kept in zip(tiles, parts([len(t) for t in tiles], tokens.keep[image]), strict=True):
         height, width = int(patches.height[image, tile[0]]), int(patches.width[image, tile[0]])
-        first = set()
-        for anchor in best(tile, objects, min(round(number * alpha / 5), number // 5)):
-            first.add(anchor)
-            place = anchor - tile[0]
-            row, column = divmod(place, width)
+        anchors_and_buffers = set()
+        for anchor in best(tile, object_score, min(round(num_kept * alpha / 5), num_kept // 5)):
+            anchors_and_buffers.add(anchor)
+            cell = anchor - tile[0]
+            row, column = divmod(cell, width)
             if edges == "sequence":
-                beside = (place - 1, place + 1, place - width, place + width)
-                first |= {tile[min(max(i, 0), len(tile) - 1)] for i in beside}
+                neighbors = (cell - 1, cell + 1, cell - width, cell + width)
+                anchors_and_buffers |= {tile[min(max(i, 0), len(tile) - 1)] for i in neighbors}
             else:
                 cross = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
-                first |= {tile[r * width + c] for r, c in cross if 0 <= r < height and 0 <= c < width}
-        kept += [*first, *best([i for i in tile if i not in first], deep, number - len(first))]
-    return sorted(kept + others[: tokens.keep[image] - len(kept)])
+                anchors_and_buffers |= {tile[r * width + c] for r, c in cross if 0 <= r < height and 0 <= c < width}
+        kept += [
+            *anchors_and_buffers,
+            *best([i for i in tile if i not in anchors_and_buffers], deep_score, num_kept - len(anchors_and_buffers)),
+        ]
+    return sorted(kept + untiled[: tokens.keep[image] - len(kept)])
 
 
 ROWS = {

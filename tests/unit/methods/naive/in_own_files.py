@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invalid options of methods whose loops are in their own test files."""
+"""Invalid options of methods whose naive loops are in separate test files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""otprune: a loop written from its description."""
+"""Naive loop of OTPrune (arXiv 2602.20205)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ def kernel_of(x: Tensor, gamma: float = 0.01) -> Tensor:
 
 
 def naive(x: Tensor, keep: int, kept: Any = (), slack: float = 0.0, gamma: float = 0.01, **_: Any) -> list[int]:
-    """In gains beside the identity's, so that a slack is a share of what tells tokens apart."""
+    """Greedy MAP of the DPP with the kernel I + gamma G G^T.
+
+    Gains exclude the identity, so that `slack` is relative to the differences between tokens.
+    """
     kernel, picks, rows = kernel_of(x, gamma), [], []
-    left = kernel.diagonal().clone()
+    residual = kernel.diagonal().clone()
     for _ in range(keep):
-        j = next_pick(left - 1, picks, kept, slack)
+        j = next_pick(residual - 1, picks, kept, slack)
         explained = torch.stack([row[j] * row for row in rows]).sum(0) if rows else 0
-        rows.append((kernel[j] - explained) / left[j].sqrt())
-        left = left - rows[-1] ** 2
+        rows.append((kernel[j] - explained) / residual[j].sqrt())
+        residual = residual - rows[-1] ** 2
         picks.append(j)
     return picks
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""priortr: a loop written from its description."""
+"""Naive loop of PriorTR (arXiv 2606.24156)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from tokenprune import VisualTokens
 
 
 def rank(posterior: list[float], prior: list[float]) -> list[float]:
-    """Return P log(P / Q) of each token, P and Q normalized over the image."""
+    """Return P log(P / Q) of each token, with P and Q normalized over the image."""
     p = [value / (sum(posterior) + 1e-10) for value in posterior]
     q = [value / (sum(prior) + 1e-10) for value in prior]
     return [a * math.log((a + 1e-10) / (b + 1e-10)) for a, b in zip(p, q, strict=True)]
 
 
-def naive(seen: Arrived, decoder: Any, query: str = "last") -> list[int]:
-    queries = [seen.last] if query == "last" else seen.text
-    attention = seen.before.double().mean(0)
-    posterior = [sum(float(attention[j, i]) for j in queries) for i in seen.places]
-    prior = [float(attention[min(seen.text), i]) if seen.text else 0.0 for i in seen.places]
+def naive(arrived: Arrived, decoder: Any, query: str = "last") -> list[int]:
+    """Rank the attention of the query tokens (posterior) against that of the first text token (prior)."""
+    queries = [arrived.last] if query == "last" else arrived.text
+    attention = arrived.before.double().mean(0)
+    posterior = [sum(float(attention[j, i]) for j in queries) for i in arrived.places]
+    prior = [float(attention[min(arrived.text), i]) if arrived.text else 0.0 for i in arrived.places]
     score = rank(posterior, prior)
-    return [seen.places[i] for i in best(score, seen.keep)]
+    return [arrived.places[i] for i in best(score, arrived.keep)]
 
 
 def ties(tokens: VisualTokens, cut: int) -> list[list[int]]:

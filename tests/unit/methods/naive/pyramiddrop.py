@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pyramiddrop: a loop written from its description."""
+"""Naive loop of PyramidDrop (arXiv 2410.17247)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from several_cuts import Arrived, best
 from tokenprune import VisualTokens
 
 
-def naive(seen: Arrived, decoder: Any) -> list[int]:
-    """Each cut is ranked by the layer behind it."""
-    heads = len(seen.behind)
-    score = {i: sum(float(seen.behind[h, seen.last, i]) for h in range(heads)) / heads for i in seen.places}
-    return sorted(seen.places, key=lambda i: (-score[i], i))[: seen.keep]
+def naive(arrived: Arrived, decoder: Any) -> list[int]:
+    """Rank by the last token's mean attention in the layer after the cut."""
+    heads = len(arrived.behind)
+    score = {i: sum(float(arrived.behind[h, arrived.last, i]) for h in range(heads)) / heads for i in arrived.places}
+    return sorted(arrived.places, key=lambda i: (-score[i], i))[: arrived.keep]
 
 
 def ties(tokens: VisualTokens, cut: int) -> list[list[int]]:
     score = tokens.next_row_attention.mean(1).tolist()
-    return [best(row[:n], k) for row, n, k in zip(score, tokens.counts, tokens.keep, strict=True)]
+    return [best(row[:count], num_kept) for row, count, num_kept in zip(score, tokens.counts, tokens.keep, strict=True)]
 
 
 ROWS = {

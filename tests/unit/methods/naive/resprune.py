@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""resprune: a loop written from its description, by explicit Gram-Schmidt."""
+"""Naive loop of ResPrune (arXiv 2603.21105), with explicit Gram-Schmidt steps."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from method_rows import Picks
 
 
 def naive_relevance(x: Tensor, t: Tensor) -> Tensor:
-    found = torch.stack([max(unit(one) @ unit(word) for word in t) for one in x])
-    return (found - found.min()) / (found.max() - found.min()) + 1e-3
+    """Return the greatest cosine to a text token, scaled to 0..1 (eq. 13)."""
+    relevance = torch.stack([max(unit(token) @ unit(word) for word in t) for token in x])
+    return (relevance - relevance.min()) / (relevance.max() - relevance.min()) + 1e-3
 
 
 def naive(x: Tensor, t: Tensor, keep: int, kept: Any = (), slack: float = 0.0, alpha: float = 1.0,
           unit: bool = False, **_: Any) -> list[int]:  # fmt: skip
+    """Pick the greatest residual energy ||v - P_S v||^2 times r^alpha, with one Gram-Schmidt step per pick."""
     x = x / x.norm(dim=1, keepdim=True) if unit else x
     weight = naive_relevance(x, t) ** alpha
-    rest, picks, own = x.clone(), [], x.square().sum(1) * weight
+    residual, picks, initial_energy = x.clone(), [], x.square().sum(1) * weight
     for _ in range(keep):
-        energy = rest.square().sum(1) * weight
-        j = next_pick(torch.where(energy > 1e-5 * own, energy, -1 / (1e-30 + own)), picks, kept, slack)
+        energy = residual.square().sum(1) * weight
+        j = next_pick(
+            torch.where(energy > 1e-5 * initial_energy, energy, -1 / (1e-30 + initial_energy)), picks, kept, slack
+        )
         picks.append(j)
-        if energy[j] > 1e-5 * own[j]:
-            direction = rest[j] / rest[j].norm()
-            rest = rest - (rest @ direction)[:, None] * direction
+        if energy[j] > 1e-5 * initial_energy[j]:
+            direction = residual[j] / residual[j].norm()
+            residual = residual - (residual @ direction)[:, None] * direction
     return picks
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sinkpruner: a loop written from its description."""
+"""Naive loop of SinkPruner (arXiv 2609.01004)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from method_rows import Cuts
 from several_cuts import Arrived
 
 
-def naive(seen: Arrived, decoder: Any, sinks: float) -> list[int]:
-    """Cuts inside go by the text."""
-    if seen.number == 0:
-        return seen.stays
-    heads = range(len(seen.before))
-    score = {i: sum(float(seen.before[h, j, i]) for h in heads for j in seen.text) for i in seen.places}
-    return sorted(seen.places, key=lambda i: (-score[i], i))[: seen.keep]
+def naive(arrived: Arrived, decoder: Any, sinks: float) -> list[int]:
+    """Rank by the attention of all text rows. The first cut happens before the decoder and is not checked."""
+    if arrived.number == 0:
+        return arrived.stays
+    heads = range(len(arrived.before))
+    score = {i: sum(float(arrived.before[h, j, i]) for h in heads for j in arrived.text) for i in arrived.places}
+    return sorted(arrived.places, key=lambda i: (-score[i], i))[: arrived.keep]
 
 
 ROWS = {

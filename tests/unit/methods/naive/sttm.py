@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sttm: a recursion and loops written from its description."""
+"""Naive recursion and loops of STTM (arXiv 2507.07990)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def near(a: list[float], b: list[float]) -> float:
 
 
 def blocks(side: int) -> list[list[int]]:
-    """Of an odd side the first stands alone."""
+    """Return pairs of indices. On an odd side, the first index is a single."""
     odd = side % 2
     return [[0]] * odd + [[i, i + 1] for i in range(odd, side, 2)]
 
@@ -31,14 +31,14 @@ class Square:
     def weights(self) -> dict[tuple[int, int], float]:
         if not self.parts:
             return {self.box[:2]: 1.0}
-        return {at: w / len(self.parts) for part in self.parts for at, w in part.weights().items()}
+        return {cell: w / len(self.parts) for part in self.parts for cell, w in part.weights().items()}
 
-    def tokens(self, least: float) -> list[Square]:
+    def tokens(self, threshold: float) -> list[Square]:
         if not self.parts:
             return [self]
-        if len(self.parts) > 1 and all(near(part.value, self.value) >= least for part in self.parts):
+        if len(self.parts) > 1 and all(near(part.value, self.value) >= threshold for part in self.parts):
             return [self]
-        return [one for part in self.parts for one in part.tokens(least)]
+        return [token for part in self.parts for token in part.tokens(threshold)]
 
 
 def tops(frame: list[list[float]], height: int, width: int) -> list[Square]:
@@ -46,17 +46,21 @@ def tops(frame: list[list[float]], height: int, width: int) -> list[Square]:
     while True:
         rows, columns = blocks(len(level)), blocks(len(level[0]))
         if min(len(rows), len(columns)) <= 2:
-            return [one for row in level for one in row]
+            return [square for row in level for square in row]
         coarser = []
-        for some in rows:
-            line = []
-            for others in columns:
-                parts = [level[r][c] for r in some for c in others]
-                (top, left, *_), (low, right, high, wide) = parts[0].box, parts[-1].box
-                line.append(
-                    Square((top, left, low + high - top, right + wide - left), mean([p.value for p in parts]), parts)
+        for row_group in rows:
+            squares = []
+            for column_group in columns:
+                parts = [level[r][c] for r in row_group for c in column_group]
+                (top, left, *_), (last_top, last_left, last_height, last_width) = parts[0].box, parts[-1].box
+                squares.append(
+                    Square(
+                        (top, left, last_top + last_height - top, last_left + last_width - left),
+                        mean([p.value for p in parts]),
+                        parts,
+                    )
                 )
-            coarser.append(line)
+            coarser.append(squares)
         level = coarser
 
 
@@ -65,26 +69,29 @@ def within(a: Box, b: Box) -> bool:
 
 
 def merged(trees: list[list[Square]], spatial: float, temporal: float) -> dict[int, list[tuple[int, Square]]]:
-    """Of each node that stays, by index, those that it stands for."""
-    nodes = [(f, one) for f, top in enumerate(trees) for root in top for one in root.tokens(spatial)]
-    nodes.sort(key=lambda one: (one[0], one[1].box[:2]))
+    """Return the members of each group of nodes, by the index of its representative.
+
+    Nodes of consecutive frames are linked if a box contains the other and the cosine is at least `temporal`.
+    """
+    nodes = [(f, node) for f, roots in enumerate(trees) for root in roots for node in root.tokens(spatial)]
+    nodes.sort(key=lambda node: (node[0], node[1].box[:2]))
     pairs = []
     for i, (f, a) in enumerate(nodes):
         for j, (g, b) in enumerate(nodes):
             if g == f + 1 and (within(a.box, b.box) or within(b.box, a.box)) and near(a.value, b.value) >= temporal:
                 pairs.append((i, j))
-    rep = [*range(len(nodes))]
+    representative = [*range(len(nodes))]
     while True:
-        new = [*rep]
+        updated = [*representative]
         for i, j in pairs:
-            least = min(rep[i], rep[j])
-            new[i], new[j] = min(new[i], least), min(new[j], least)
-        rep = [new[one] for one in new]
-        if rep == [rep[one] for one in rep]:
+            smallest = min(representative[i], representative[j])
+            updated[i], updated[j] = min(updated[i], smallest), min(updated[j], smallest)
+        representative = [updated[i] for i in updated]
+        if representative == [representative[i] for i in representative]:
             break
     groups: dict[int, list[tuple[int, Square]]] = {}
-    for i, one in enumerate(rep):
-        groups.setdefault(one, []).append(nodes[i])
+    for i, index in enumerate(representative):
+        groups.setdefault(index, []).append(nodes[i])
     return groups
 
 
@@ -92,42 +99,44 @@ def naive(
     video: Tensor, attention: Any, keep: int, grid: tuple[int, int], spatial: float = 0.85, temporal: float = 0.55,
     exact: bool = True,
 ) -> dict[int, dict[int, float]]:  # fmt: skip
+    """Build quadtrees and merge them over time. `exact` searches for thresholds that reach `keep` tokens."""
     x, (height, width) = video.tolist(), grid
     trees = [tops(frame, height, width) for frame in x]
-    time = temporal > 0
-    groups = merged(trees, 2, 2) if exact else merged(trees, spatial, temporal if time else 2)
-    apart = [1 - spatial] + [1 - temporal] * time
-    low, high = 0.0, 2 / min([one for one in apart if one > 0], default=2.0)
+    is_temporal = temporal > 0
+    groups = merged(trees, 2, 2) if exact else merged(trees, spatial, temporal if is_temporal else 2)
+    distances = [1 - spatial] + [1 - temporal] * is_temporal
+    low, high = 0.0, 2 / min([distance for distance in distances if distance > 0], default=2.0)
     for _ in range(18 if exact else 0):
-        middle = (low + high) / 2
-        found = merged(trees, 1 - middle * apart[0], 1 - middle * apart[1] if time else 2)
-        if len(found) >= keep:
-            low, groups = middle, found
+        scale = (low + high) / 2
+        candidate = merged(trees, 1 - scale * distances[0], 1 - scale * distances[1] if is_temporal else 2)
+        if len(candidate) >= keep:
+            low, groups = scale, candidate
         else:
-            high = middle
-        if len(found) == keep:
+            high = scale
+        if len(candidate) == keep:
             break
-    one = [*groups.values()]
-    means = [mean([square.value for _, square in group]) for group in one]
+    merged_groups = [*groups.values()]
+    means = [mean([square.value for _, square in group]) for group in merged_groups]
     if exact:
         best = {
-            i: max(((near(means[i], means[j]), -j) for j in range(i)), default=(-math.inf, 0)) for i in range(len(one))
+            i: max(((near(means[i], means[j]), -j) for j in range(i)), default=(-math.inf, 0))
+            for i in range(len(merged_groups))
         }
-        for i in sorted(range(1, len(one)), key=lambda i: (-best[i][0], i))[: len(one) - keep]:
-            one[i] = one[i] + [(-best[i][1], None)]
-        for i in range(len(one) - 1, 0, -1):  # what joins has joined what is before it
-            if one[i][-1][1] is None:
-                one[one[i][-1][0]][:0] = one[i][:-1]
-                one[i] = []
-    made = {}
-    for group in filter(None, one):
+        for i in sorted(range(1, len(merged_groups)), key=lambda i: (-best[i][0], i))[: len(merged_groups) - keep]:
+            merged_groups[i] = merged_groups[i] + [(-best[i][1], None)]
+        for i in range(len(merged_groups) - 1, 0, -1):  # a node joins an earlier node
+            if merged_groups[i][-1][1] is None:
+                merged_groups[merged_groups[i][-1][0]][:0] = merged_groups[i][:-1]
+                merged_groups[i] = []
+    result = {}
+    for group in filter(None, merged_groups):
         weights = {
             f * height * width + r * width + c: w / len(group)
             for f, square in group for (r, c), w in square.weights().items()
         }  # fmt: skip
         first = min((f, square.box[:2]) for f, square in group)
-        made[first[0] * height * width + first[1][0] * width + first[1][1]] = weights
-    return made
+        result[first[0] * height * width + first[1][0] * width + first[1][1]] = weights
+    return result
 
 
 ROWS = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""unipool: loops written from its description."""
+"""Naive loops of the token pool of arXiv 2603.21957."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def near(a: list[float], b: list[float]) -> float:
 
 
 def pool_of(x: list[list[float]], attention: list[float], size: int, threshold: float) -> list[int]:
-    """The walk by falling attention, and what fills the pool where it ends early."""
+    """Return a pool of dissimilar tokens by falling attention, filled with the next tokens if it is too small."""
     order, pool = best(range(len(x)), attention, len(x)), []
     for i in order:
         if len(pool) < size and all(near(x[i], x[j]) < threshold for j in pool):
@@ -29,16 +29,17 @@ def pool_of(x: list[list[float]], attention: list[float], size: int, threshold: 
 def naive(
     video: Tensor, attention: Tensor, keep: int, grid: Any = None, threshold: float = 0.7, clusters: float = 0.3
 ) -> dict[int, dict[int, float]]:
+    """Keep the pool, and merge the other tokens into density peaks."""
     x, a = video.flatten(0, 1).tolist(), attention.flatten().tolist()
-    number = math.floor(clusters * keep + 0.5)
-    pool = pool_of(x, a, keep - number, threshold)
+    num_centers = math.floor(clusters * keep + 0.5)
+    pool = pool_of(x, a, keep - num_centers, threshold)
     rest = [i for i in range(len(x)) if i not in pool]
-    centres = [rest[i] for i in naive_peaks([x[i] for i in rest], number, 5)] if number else []
-    members: dict[int, list[int]] = {i: [i] for i in [*pool, *centres]}
+    centers = [rest[i] for i in naive_peaks([x[i] for i in rest], num_centers, 5)] if num_centers else []
+    members: dict[int, list[int]] = {i: [i] for i in [*pool, *centers]}
     for i in rest:
-        if centres and i not in centres:
-            members[min(centres, key=lambda c: (math.dist(x[i], x[c]), c))].append(i)
-    return {to: {i: 1 / len(group) for i in group} for to, group in members.items()}
+        if centers and i not in centers:
+            members[min(centers, key=lambda c: (math.dist(x[i], x[c]), c))].append(i)
+    return {kept_token: {i: 1 / len(group) for i in group} for kept_token, group in members.items()}
 
 
 ROWS = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""visionzip: a loop written from its description."""
+"""Naive loop of VisionZip (arXiv 2412.04467)."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from tower_tokens import best, parts, tiles_of
 
 
 def naive(tokens: VisualTokens, image: int, context: float = 10 / 64) -> tuple[list[int], list[int], dict[int, int]]:
-    """Dominant tokens, contextual ones, and which of these each other token joins."""
-    tiles, others = tiles_of(tokens, image)
+    """Return the dominant tokens, the contextual tokens, and the contextual target of each other token."""
+    tiles, untiled = tiles_of(tokens, image)
     score = tokens.encoder_attention(-1)[image].double().sum(0).tolist()
     heads = tokens.encoder_attention(-1).shape[1]
     keys = tokens.encoder_keys(-1)[image].double().unflatten(-1, (heads, -1)).mean(1)
     keys = keys / keys.norm(dim=-1, keepdim=True)
-    dominant, contextual, into = [], [], {}
-    for tile, number in zip(tiles, parts([len(t) for t in tiles], tokens.keep[image]), strict=True):
-        few = min(int(number * context + 0.5), max(number - 1, 0))
-        first = best(tile, score, number - few)
-        rest = [i for i in tile if i not in first]
-        step = max(1, len(rest) // max(few, 1))
-        targets = rest[::step][:few]
+    dominant, contextual, targets = [], [], {}
+    for tile, num_kept in zip(tiles, parts([len(t) for t in tiles], tokens.keep[image]), strict=True):
+        num_contextual = min(int(num_kept * context + 0.5), max(num_kept - 1, 0))
+        dominant_of_tile = best(tile, score, num_kept - num_contextual)
+        rest = [i for i in tile if i not in dominant_of_tile]
+        step = max(1, len(rest) // max(num_contextual, 1))
+        tile_targets = rest[::step][:num_contextual]
         for i in rest:
-            if i not in targets and targets:
-                into[i] = max(targets, key=lambda j: (round(float(keys[i] @ keys[j]), 6), -j))
-        dominant, contextual = dominant + first, contextual + targets
-    left = tokens.keep[image] - len(dominant) - len(contextual)
-    return sorted(dominant + others[:left]), contextual, into
+            if i not in tile_targets and tile_targets:
+                targets[i] = max(tile_targets, key=lambda j: (round(float(keys[i] @ keys[j]), 6), -j))
+        dominant, contextual = dominant + dominant_of_tile, contextual + tile_targets
+    num_left = tokens.keep[image] - len(dominant) - len(contextual)
+    return sorted(dominant + untiled[:num_left]), contextual, targets
 
 
 def kept_and_joined(tokens: VisualTokens, image: int, **options: float) -> tuple[list[int], dict[int, int]]:
-    dominant, contextual, into = naive(tokens, image, **options)
-    return sorted(dominant + contextual), into
+    dominant, contextual, targets = naive(tokens, image, **options)
+    return sorted(dominant + contextual), targets
 
 
 ROWS = {

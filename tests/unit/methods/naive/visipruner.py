@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""visipruner: a loop written from its description."""
+"""Naive loop of VisiPruner (arXiv 2510.17205)."""
 
 from __future__ import annotations
 
@@ -13,29 +13,33 @@ from several_cuts import Arrived, best
 
 
 def naive_parts(attention: Tensor, values: Tensor, output: Tensor) -> tuple[list[float], list[float]]:
-    """attention: `[H, n]`; values: `[n, Hkv, D]`; output: `[H, D]`. Lengths of the parts, and cosines without them."""
+    """Return the norm of each token's contribution c_j = A[last, j] V_j, and the cosine of o - c_j to the output o.
+
+    attention: `[H, n]`; values: `[n, Hkv, D]`; output: `[H, D]`.
+    """
     heads, count = attention.shape
-    whole = output.double().flatten()
+    flat_output = output.double().flatten()
     lengths, cosines = [], []
     for j in range(count):
-        part = torch.stack(
+        contribution = torch.stack(
             [attention[h, j].double() * values[j, h * values.shape[1] // heads].double() for h in range(heads)]
         )
-        left = whole - part.flatten()
-        lengths.append(float(part.norm()))
-        cosines.append(float(left @ whole / (left.norm() * whole.norm())))
+        reduced = flat_output - contribution.flatten()
+        lengths.append(float(contribution.norm()))
+        cosines.append(float(reduced @ flat_output / (reduced.norm() * flat_output.norm())))
     return lengths, cosines
 
 
-def naive(seen: Arrived, decoder: Any, part: float) -> list[int]:
-    attention = seen.before[:, seen.last]
+def naive(arrived: Arrived, decoder: Any, part: float) -> list[int]:
+    """Keep the tokens whose contribution is longer than `part`, at most half of them."""
+    attention = arrived.before[:, arrived.last]
     heads = len(attention)
-    values = seen.values.repeat_interleave(heads // seen.values.shape[1], 1)
+    values = arrived.values.repeat_interleave(heads // arrived.values.shape[1], 1)
     output = torch.stack([attention[h] @ values[:, h] for h in range(heads)])
-    lengths, cosines = naive_parts(attention[:, seen.places], seen.values[seen.places], output)
-    assert min(cosines) < 0.995  # else nothing would have been cut here
-    number = min(round(0.5 * len(seen.places)), max(1, sum(one > part for one in lengths)))
-    return [seen.places[i] for i in best(lengths, number)]
+    lengths, cosines = naive_parts(attention[:, arrived.places], arrived.values[arrived.places], output)
+    assert min(cosines) < 0.995  # otherwise the method would not cut at this layer
+    num_kept = min(round(0.5 * len(arrived.places)), max(1, sum(length > part for length in lengths)))
+    return [arrived.places[i] for i in best(lengths, num_kept)]
 
 
 ROWS = {
