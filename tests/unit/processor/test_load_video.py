@@ -161,6 +161,16 @@ def test_a_trimmed_video_shows_the_frames_of_its_edit_list(bframes: str, tmp_pat
         load_video(trimmed[: len(trimmed) * 2 // 3])
 
 
+def test_frames_without_durations_are_evenly_spaced(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.mp4", bf="0")
+    every, data = decode_all(path), bytearray(path.read_bytes())
+    start = data.index(b"stts") + 12
+    assert struct.unpack(">I", data[start : start + 4]) == (FRAMES,)  # an entry for all frames
+    data[start + 4 : start + 8] = bytes(4)
+    frames = load_video(bytes(data), num_frames=4)
+    assert [frame.tobytes() for frame in frames] == [every[index].tobytes() for index in (5, 15, 25, 35)]
+
+
 def test_an_avi_file_may_repeat_frames(tmp_path: Path) -> None:
     path = write(tmp_path / "a.avi", times=[index + 7 * (index > 3) + 9 * (index > 20) for index in range(FRAMES)])
     every, data = decode_all(path), path.read_bytes()

@@ -125,7 +125,7 @@ class _Index:
 
     Args:
         num_packets: Number of packets. Some may not be frames.
-        times: Time of each packet in the order of display. Empty if a packet has no time.
+        times: Time of each packet in the order of display. Empty if a packet shares its time or lacks one.
         keys: Times of the keyframes, sorted.
     """
 
@@ -167,7 +167,8 @@ def _read_index(open_file: Open) -> _Index:
         _check_complete(open_file, packets, num_stored, is_avi)
     times = [packet.pts for packet in packets]
     keys = sorted(packet.pts for packet in packets if packet.is_keyframe and packet.pts is not None)
-    return _Index(len(packets), [] if None in times else sorted(times), keys)
+    is_distinct = None not in times and len(set(times)) == len(times)  # frames without durations share a time
+    return _Index(len(packets), sorted(times) if is_distinct else [], keys)
 
 
 def _list_packets(file: Any) -> list[Any]:
