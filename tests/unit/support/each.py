@@ -25,7 +25,7 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Calla
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
-        def of_all(**fixtures: Any) -> None:
+        def run_all(**fixtures: Any) -> None:
             failed, skipped = [], []
             for value in values:
                 arguments = dict(zip(names, value if len(names) > 1 else (value,), strict=True))
@@ -45,8 +45,9 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Calla
                 raise skipped[0]
 
         signature = inspect.signature(test)
-        fixture_parameters = [parameter for name, parameter in signature.parameters.items() if name not in names]
-        of_all.__signature__ = signature.replace(parameters=fixture_parameters)  # type: ignore[attr-defined]  # pytest reads fixtures here
-        return of_all
+        fixtures = [parameter for name, parameter in signature.parameters.items() if name not in names]
+        # pytest finds the fixtures of a test in its signature.
+        run_all.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+        return run_all
 
     return decorate

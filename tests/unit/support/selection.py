@@ -198,7 +198,7 @@ def kind_of(method: str) -> tuple[Any, ...]:
     return info.site, info.merges, recorded_at, several, info.cls.chooses_count, bool(info.cls.min_tokens)
 
 
-def list_families_without_video(method: str) -> set[str]:
+def find_skipped(method: str) -> set[str]:
     """Return the families of zoo.py without videos if the method needs videos: its tests skip there."""
     info = tokenprune.method_info(method)
     frames = any(find_observable(need).where is ObservedAt.FRAMES for need in info.observables)
@@ -228,9 +228,7 @@ def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
         everywhere = FAST_METHODS.keys() & group.keys() or {min(group)}
         for method in group.keys() - everywhere:
             variants_of = group[method]
-            few = sorted(variants_of.keys() & FEW_FAMILIES.keys() - list_families_without_video(method)) or sorted(
-                variants_of
-            )
+            few = sorted(variants_of.keys() & FEW_FAMILIES.keys() - find_skipped(method)) or sorted(variants_of)
             turn = crc32(f"{test} {method}".encode())
             if test in by_kind and method in first.values():
                 kept = {item for family in few for item in variants_of[family]}
