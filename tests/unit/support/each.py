@@ -25,7 +25,7 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Calla
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
-        def of_all(**fixtures: Any) -> None:
+        def run_all(**fixtures: Any) -> None:
             failed, skipped = [], []
             for value in values:
                 arguments = dict(zip(names, value if len(names) > 1 else (value,), strict=True))
@@ -37,8 +37,8 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Calla
                     skipped.append(reason)
                 # Failures raised by pytest, such as a missing exception, do not derive from Exception.
                 except (Exception, pytest.fail.Exception) as error:
-                    shown = ", ".join(f"{name}={arguments[name]!r:.200}" for name in names)
-                    failed.append(f"{shown}:\n{type(error).__name__}: {error}")
+                    description = ", ".join(f"{name}={arguments[name]!r:.200}" for name in names)
+                    failed.append(f"{description}:\n{type(error).__name__}: {error}")
             if failed:
                 pytest.fail(f"{len(failed)} of {len(values)} values fail\n" + "\n".join(failed))
             if skipped and len(skipped) == len(values):
@@ -46,7 +46,7 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Calla
 
         signature = inspect.signature(test)
         fixture_parameters = [parameter for name, parameter in signature.parameters.items() if name not in names]
-        of_all.__signature__ = signature.replace(parameters=fixture_parameters)  # type: ignore[attr-defined]  # pytest reads fixtures here
-        return of_all
+        run_all.__signature__ = signature.replace(parameters=fixture_parameters)  # type: ignore[attr-defined]  # pytest reads fixtures here
+        return run_all
 
     return decorate
