@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time what a processor does with an image, step by step: decode, resize, normalise, cut into patches.
+"""Time each step of image processors: decode, resize, normalise and cut into patches.
 
     python benchmarks/experiments/preprocessing.py --resume
     python dev/readme.py
 
-JPEG images of 1, 4 and 12 megapixels, drawn with detail of all sizes, through the image processors of Qwen2.5-VL (up to
-16,384 tokens, as its checkpoints say), InternVL3 (up to 12 tiles) and LLaVA-1.5, by torchvision and by Pillow. Beside
-them Qwen2.5-VL's with `downsample` and `dynres` at `keep=0.25`, and two that stand for what a choice by pixels might
-save: they normalise a quarter of the units alone, every fourth, known for nothing, or those that `towerdrop` would
-choose by `score="detail"`.
+The images are JPEG files of 1, 4 and 12 megapixels, drawn with detail of all sizes. The processors are those of
+Qwen2.5-VL (up to 16,384 tokens, as in its checkpoints), InternVL3 (up to 12 tiles) and LLaVA-1.5, with torchvision and
+with Pillow. Qwen2.5-VL also runs with `downsample` and `dynres` at `keep=0.25`, and with two variants that estimate the
+savings of a selection by pixels. The variants normalise only a quarter of the units: every fourth unit, which costs
+no selection, or the units that `towerdrop` selects with `score="detail"`.
 
-A step's time is without that of steps inside it; "other" is what no step accounts for. All ways take turns in one
-process; figures are medians over rounds, of CPU time of the process and of wall time. times: the median of ratios, the
-whole of a way's CPU time, decoding too, over that of Qwen2.5-VL's processor as it is. equal: whether the rows of a
-quarter are those of the whole, bit for bit.
+The time of a step excludes the steps inside it; "other" is the remaining time. All processors run in turn in one
+process. The results are medians over rounds of the process's CPU time and of wall time. times: the median ratio of the
+total CPU time, including decoding, to the total of the unchanged Qwen2.5-VL processor. equal: whether the rows of a
+quarter are bit-equal to the same rows of all units.
 """
 
 from __future__ import annotations
@@ -52,57 +52,57 @@ QWEN = dict(size={"shortest_edge": 56 * 56, "longest_edge": 16384 * 28 * 28})
 TILES = dict(size={"height": 448, "width": 448}, crop_to_patches=True, min_patches=1, max_patches=12)
 SQUARE = dict(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
 KEEP, EVERY = 0.25, 4
-BLOCK = 256  # units whose steps are taken at once, which fit into the cache
+BLOCK = 256  # units scored at once, so that they fit into the cache
 STEPS = {
     "process_image": "tensor", "resize": "resize", "rescale_and_normalize": "normalise", "rescale": "normalise",
     "normalize": "normalise", "patchify": "patchify", "crop_image_to_patches": "patchify", "center_crop": "patchify",
 }  # fmt: skip
 ORDER = ("decode", "method", "tensor", "resize", "normalise", "patchify", "other")
-COLUMNS = {"way": "way", "megapixels": "MP", "ms": "CPU ms", **{one: one for one in ORDER}, "times": "of the first"}
+COLUMNS = {"way": "way", "megapixels": "MP", "ms": "CPU ms", **{step: step for step in ORDER}, "times": "of the first"}
 
 
-class OfSomeUnits(Qwen2VLImageProcessor):
-    """Cuts the image into patches first, and normalises a part of the units alone; what it makes lacks the others."""
+class QuarterOfUnits(Qwen2VLImageProcessor):
+    """Cuts the image into patches first, then normalises and returns only a quarter of the units."""
 
     def rescale_and_normalize(self, images: torch.Tensor, *args: Any) -> torch.Tensor:
-        self.how = args
+        self.options = args
         return images
 
     def patchify(self, images: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, int, int]:
         patches, height, width = super().patchify(images, *args, **kwargs)
         units = patches.view(-1, self.merge_size**2 * patches.shape[-1])
-        some = units[self.chosen(units)].view(-1, 3, self.temporal_patch_size * self.patch_size, self.patch_size)
-        return super().rescale_and_normalize(some, *self.how).view(1, -1, patches.shape[-1]), height, width
+        kept = units[self.select_units(units)].view(-1, 3, self.temporal_patch_size * self.patch_size, self.patch_size)
+        return super().rescale_and_normalize(kept, *self.options).view(1, -1, patches.shape[-1]), height, width
 
-    def chosen(self, units: torch.Tensor) -> torch.Tensor:
-        """Return places of the units that stay, or a mask. units: uint8 `[N, P]`."""
+    def select_units(self, units: torch.Tensor) -> torch.Tensor:
+        """Return the indices of the kept units, or a mask. units: uint8 `[N, P]`."""
         return torch.arange(0, len(units), EVERY)
 
 
-class ByDetail(OfSomeUnits):
-    """Chooses the units as `towerdrop` does by `score="detail"`."""
+class QuarterByDetail(QuarterOfUnits):
+    """Selects the units like `towerdrop` with `score="detail"`."""
 
-    def chosen(self, units: torch.Tensor) -> torch.Tensor:
-        steps = torch.cat([self.steps(some) for some in units.split(BLOCK)])[None].float()
-        most = len(units) // EVERY
-        return top_mask(steps, torch.ones_like(steps, dtype=torch.bool), torch.tensor([most]), most)[0]
+    def select_units(self, units: torch.Tensor) -> torch.Tensor:
+        steps = torch.cat([self.steps(block) for block in units.split(BLOCK)])[None].float()
+        num_kept = len(units) // EVERY
+        return top_mask(steps, torch.ones_like(steps, dtype=torch.bool), torch.tensor([num_kept]), num_kept)[0]
 
     @staticmethod
     def steps(units: torch.Tensor) -> torch.Tensor:
-        one, following = units[:, :-1], units[:, 1:]
-        return one.maximum(following).sub_(one.minimum(following)).sum(1, dtype=torch.int32)
+        values, next_values = units[:, :-1], units[:, 1:]
+        return values.maximum(next_values).sub_(values.minimum(next_values)).sum(1, dtype=torch.int32)
 
 
-def with_method(name: str) -> Callable[[], Any]:
+def build_with_method(name: str) -> Callable[[], Any]:
     return lambda: tokenprune.patch_processor(Qwen2VLImageProcessor(**QWEN), name, keep=KEEP)
 
 
 WAYS: dict[str, Callable[[], Any]] = {
     "Qwen2.5-VL": lambda: Qwen2VLImageProcessor(**QWEN),
-    "Qwen2.5-VL, a quarter": lambda: OfSomeUnits(**QWEN),
-    "Qwen2.5-VL, a quarter by detail": lambda: ByDetail(**QWEN),
-    "Qwen2.5-VL, downsample": with_method("downsample"),
-    "Qwen2.5-VL, dynres": with_method("dynres"),
+    "Qwen2.5-VL, a quarter": lambda: QuarterOfUnits(**QWEN),
+    "Qwen2.5-VL, a quarter by detail": lambda: QuarterByDetail(**QWEN),
+    "Qwen2.5-VL, downsample": build_with_method("downsample"),
+    "Qwen2.5-VL, dynres": build_with_method("dynres"),
     "Qwen2.5-VL, Pillow": lambda: Qwen2VLImageProcessorPil(**QWEN),
     "InternVL3": lambda: GotOcr2ImageProcessor(**TILES),
     "InternVL3, Pillow": lambda: GotOcr2ImageProcessorPil(**TILES),
@@ -117,7 +117,7 @@ class Steps:
 
     def __init__(self, processor: Any) -> None:
         self.spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._inner: list[list[float]] = []  # of the steps under way, what those inside them took
+        self._inner: list[list[float]] = []  # for each active step, the time of the steps inside it
         for name, step in STEPS.items():
             if hasattr(processor, name):
                 setattr(processor, name, self._timed(step, getattr(processor, name)))
@@ -133,22 +133,22 @@ class Steps:
     def take(self, step: str, run: Callable[[], Any]) -> Any:
         self._inner.append([0.0, 0.0])
         start = (time.process_time(), time.perf_counter())
-        made = run()
-        took = [time.process_time() - start[0], time.perf_counter() - start[1]]
+        result = run()
+        elapsed = [time.process_time() - start[0], time.perf_counter() - start[1]]
         inner = self._inner.pop()
-        for which in (0, 1):
-            self.spent[step][which] += took[which] - inner[which]
+        for clock in (0, 1):
+            self.spent[step][clock] += elapsed[clock] - inner[clock]
             if self._inner:
-                self._inner[-1][which] += took[which]
-        return made
+                self._inner[-1][clock] += elapsed[clock]
+        return result
 
 
 def photograph(height: int, width: int) -> bytes:
-    """Return a JPEG of noise of all sizes, the coarser the stronger."""
-    made = torch.Generator().manual_seed(0)
+    """Return a JPEG of noise at several scales. Coarser noise has a larger amplitude."""
+    generator = torch.Generator().manual_seed(0)
     image = torch.zeros(1, 3, height, width)
     for side in (3, 12, 48, 192, 768):
-        coarse = torch.randn(1, 3, side, side * width // height, generator=made) * 3 / side**0.5
+        coarse = torch.randn(1, 3, side, side * width // height, generator=generator) * 3 / side**0.5
         image += torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear")
     pixels = ((image[0] * 0.3 + 0.5).clamp(0, 1) * 255).byte().permute(1, 2, 0).numpy()
     file = io.BytesIO()
@@ -161,60 +161,60 @@ def decoded(file: bytes) -> Image.Image:
         return image.convert("RGB")
 
 
-def taken(name: str, file: bytes) -> tuple[dict[str, list[float]], torch.Tensor]:
-    """Return the seconds of each step of a way, and the pixels that it makes."""
+def run_once(name: str, file: bytes) -> tuple[dict[str, list[float]], torch.Tensor]:
+    """Return the CPU and wall seconds of each step of a processor, and its pixel values."""
     processor = WAYS[name]()
     steps = Steps(processor)
     with torch.inference_mode():
         image = steps.take("decode", lambda: decoded(file))
-        made = steps.take("other", lambda: processor(images=[image], return_tensors="pt"))
-    return dict(steps.spent), made["pixel_values"]
+        outputs = steps.take("other", lambda: processor(images=[image], return_tensors="pt"))
+    return dict(steps.spent), outputs["pixel_values"]
 
 
-def equal_rows(file: bytes) -> dict[str, bool]:
-    """Tell of each way that makes a quarter of the units whether it makes them as the whole's processor does."""
+def compare_rows(file: bytes) -> dict[str, bool]:
+    """Return whether the rows of each quarter are bit-equal to the rows of the full processor."""
 
-    def units(name: str) -> torch.Tensor:
-        return taken(name, file)[1].unflatten(0, (-1, 4))
+    def build_units(name: str) -> torch.Tensor:
+        return run_once(name, file)[1].unflatten(0, (-1, 4))
 
-    whole = units(FIRST)
-    made = WAYS[FIRST]()
-    mean, std = (torch.tensor(of)[:, None] for of in (made.image_mean, made.image_std))
-    colours = torch.addcmul(mean, whole.unflatten(2, (3, -1)), std).flatten(1)[None, None]
-    kept = TowerDrop(layer=0, score="detail").keep_units(colours, len(whole) // EVERY).flatten()
+    expected = build_units(FIRST)
+    processor = WAYS[FIRST]()
+    mean, std = (torch.tensor(constants)[:, None] for constants in (processor.image_mean, processor.image_std))
+    colours = torch.addcmul(mean, expected.unflatten(2, (3, -1)), std).flatten(1)[None, None]
+    kept = TowerDrop(layer=0, score="detail").keep_units(colours, len(expected) // EVERY).flatten()
     return {
-        "Qwen2.5-VL, a quarter": torch.equal(whole[::EVERY], units("Qwen2.5-VL, a quarter")),
-        "Qwen2.5-VL, a quarter by detail": torch.equal(whole[kept], units("Qwen2.5-VL, a quarter by detail")),
+        "Qwen2.5-VL, a quarter": torch.equal(expected[::EVERY], build_units("Qwen2.5-VL, a quarter")),
+        "Qwen2.5-VL, a quarter by detail": torch.equal(expected[kept], build_units("Qwen2.5-VL, a quarter by detail")),
     }
 
 
 def measure(megapixels: float, size: tuple[int, int], rounds: int) -> list[dict[str, Any]]:
-    """Return a row of each way."""
+    """Return one row per processor."""
     file = photograph(*size)
-    equal = equal_rows(file)
+    equal = compare_rows(file)
     runs: dict[str, list[dict[str, list[float]]]] = {name: [] for name in WAYS}
     shapes = {}
-    for number in range(rounds):
-        turn = number % len(WAYS)
-        for name in [*WAYS][turn:] + [*WAYS][:turn]:
-            spent, pixels = taken(name, file)
+    for round_index in range(rounds):
+        offset = round_index % len(WAYS)
+        for name in [*WAYS][offset:] + [*WAYS][:offset]:
+            spent, pixels = run_once(name, file)
             runs[name].append(spent)
             shapes[name] = list(pixels.shape)
 
-    def whole(name: str, which: int = 0) -> list[float]:
-        return [sum(one[which] for one in run.values()) for run in runs[name]]
+    def total(name: str, clock: int = 0) -> list[float]:
+        return [sum(seconds[clock] for seconds in run.values()) for run in runs[name]]
 
-    def middle(name: str, which: int) -> dict[str, float]:
-        found = {step: [run[step][which] for run in runs[name]] for step in ORDER if step in runs[name][0]}
-        return {step: round(1e3 * statistics.median(times), 3) for step, times in found.items()}
+    def medians(name: str, clock: int) -> dict[str, float]:
+        times_by_step = {step: [run[step][clock] for run in runs[name]] for step in ORDER if step in runs[name][0]}
+        return {step: round(1e3 * statistics.median(times), 3) for step, times in times_by_step.items()}
 
     rows = []
     for name in WAYS:
-        ratios = [one / other for one, other in zip(whole(name), whole(FIRST), strict=True)]
+        ratios = [seconds / first_total for seconds, first_total in zip(total(name), total(FIRST), strict=True)]
         rows.append({
-            "way": name, "megapixels": megapixels, "ms": round(1e3 * statistics.median(whole(name)), 3),
-            "wall_ms": round(1e3 * statistics.median(whole(name, 1)), 3), "times": round(statistics.median(ratios), 4),
-            "cpu": middle(name, 0), "wall": middle(name, 1), "pixels": shapes[name], "jpeg": len(file),
+            "way": name, "megapixels": megapixels, "ms": round(1e3 * statistics.median(total(name)), 3),
+            "wall_ms": round(1e3 * statistics.median(total(name, 1)), 3), "times": round(statistics.median(ratios), 4),
+            "cpu": medians(name, 0), "wall": medians(name, 1), "pixels": shapes[name], "jpeg": len(file),
             **({"equal": equal[name]} if name in equal else {}),
         })  # fmt: skip
     return rows
@@ -223,7 +223,7 @@ def measure(megapixels: float, size: tuple[int, int], rounds: int) -> list[dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="a small image twice, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="run a small image twice as a check")
     parser.add_argument("--json", type=Path, default=results_path(CPU, "preprocessing"))
     add_options(parser)
     args = parser.parse_args()

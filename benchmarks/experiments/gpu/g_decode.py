@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of decoding behind 2880 visual tokens, and behind the 320 that a method leaves; and the largest batch.
+"""Decoding steps after 2880 visual tokens and after 320 kept tokens, and the largest batch.
 
-LLaVA-NeXT-7B's decoder, batch 1, 16 and 32, with a cache that grows, the same cache with `graphs=True`, whose steps are
-replayed, and a static cache, whose step is also captured here as a CUDA graph. The fair comparison with "none" is the
-row "none" with graphs. "first ms": the step that captures. "largest": the maximum batch for which the keys and
-values, with 64 text tokens and 64 new tokens per request, fit into memory during a step of decoding (bisection).
+The decoder of LLaVA-NeXT-7B runs at batch 1, 16 and 32 with three caches: a dynamic cache, a dynamic cache with
+`graphs=True`, which replays the steps, and a static cache. The step of the static cache is also captured here as a CUDA
+graph. Compare rows with graphs to the row "none" with graphs. "first ms": the step that captures. "largest": the
+maximum batch that fits into memory during a decoding step (bisection). Each request has 64 text tokens and 64 new
+tokens besides its visual tokens.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Steps:
             part.detach()
 
     def replayed(self, name: str, batch: int) -> dict[str, Any]:
-        """Return the row of a replayed step with a cache that grows."""
+        """Return the row of a replayed step with a dynamic cache."""
         case = Case(self.model, self.visual, self.keep, Clock(self.sheet.device), batch)
         token = case.ids[:, -1:]
         with self.graphed(name) as part:
@@ -81,7 +82,7 @@ class Steps:
             def run() -> None:
                 self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
-            run()  # records the groups of layers
+            run()  # captures the groups of layers
             first = 1000 * self.clocks.clock(run)[0]
             kv, flops = held(cache), 2 * batch * self.weights / self.model.dtype.itemsize
             row = self.clocks.timed(run, flops, self.weights + kv, graph=False)
@@ -96,7 +97,7 @@ class Steps:
         }  # fmt: skip
 
     def step(self, name: str, kind: str, batch: int) -> dict[str, Any]:
-        """Return the row of a step. kind: of cache, "dynamic" or "static"."""
+        """Return the row of a step. kind: "dynamic" or "static" cache."""
         case = Case(self.model, self.visual, self.keep, Clock(self.sheet.device), batch)
         length = case.ids.shape[1]
         with self.patched(name):
@@ -112,7 +113,7 @@ class Steps:
                 self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
             kv, flops = held(cache), 2 * batch * self.weights / self.model.dtype.itemsize
-            # A captured step with a cache that grows would hold the cache twice.
+            # Capturing a step with a dynamic cache would hold the cache twice.
             row = self.clocks.timed(run, flops, self.weights + kv, graph=kind == "static")
         known = self.sheet.rows.known((NONE, kind, batch))
         best = row["ms"]["p50"] if row["graph_ms"] is None else row["graph_ms"]
@@ -132,20 +133,20 @@ class Steps:
                 case.prefill(case.images("random"))
                 layers = tokenprune.stats(self.model).visual_tokens_per_layer
         lengths = [BEFORE + count + AFTER + MORE for count in layers]
-        each = shape.kv_bytes(lengths, self.model.dtype.itemsize)
-        batch = largest_batch(partial(self._fits, lengths), self.guess(each))
+        request_bytes = shape.kv_bytes(lengths, self.model.dtype.itemsize)
+        batch = largest_batch(partial(self._fits, lengths), self.guess(request_bytes))
         return {
-            "method": name, "what": "largest batch", "left": layers[-1], "batch": batch, "kv_bytes": batch * each,
-            "bound": "memory",
+            "method": name, "what": "largest batch", "left": layers[-1], "batch": batch,
+            "kv_bytes": batch * request_bytes, "bound": "memory",
         }  # fmt: skip
 
-    def guess(self, each: int) -> int:
+    def guess(self, request_bytes: int) -> int:
         """Return the batch that begins the search: the free bytes divided by the bytes of a request."""
         free = torch.cuda.mem_get_info()[0] if self.sheet.device.type == "cuda" else 2**20
-        return max(1, free // each)
+        return max(1, free // request_bytes)
 
     def _fits(self, lengths: Sequence[int], batch: int) -> bool:
-        """Tell whether a step of decoding runs with so many requests; on a CPU, and whether they take under 1 MiB."""
+        """Return whether a decoding step of `batch` requests fits. On the CPU, the cache must stay below 1 MiB."""
         heads, width = self.text.num_key_value_heads, self.text.head_dim
         cache, states = DynamicCache(config=self.text), None
         try:
@@ -165,9 +166,9 @@ class Steps:
             self.sheet.free()
 
 
-def largest_batch(fits: Callable[[int], bool], begin: int) -> int:
+def largest_batch(fits: Callable[[int], bool], start: int) -> int:
     """Return the largest batch that fits, at most 1/32 too small. Return 0 if a batch of 1 does not fit."""
-    low, high = 0, begin
+    low, high = 0, start
     while fits(high):
         low, high = high, 2 * high
     while high - low > max(1, low // 32):

@@ -76,7 +76,7 @@ class Merged:
         best, partner = (keys[::2] @ keys[1::2].T).max(dim=1)
         return best[self.protected :], partner[self.protected :]  # at most one class token, which is in A
 
-    def most(self, rules: Rules) -> int:
+    def max_merges(self, rules: Rules) -> int:
         sources = (len(self.x) + 1) // 2 - self.protected
         return sources if rules.over_half else min(sources, (len(self.x) - self.protected) // 2)
 
@@ -107,7 +107,7 @@ def calibrated(blocks: Sequence[nn.Module], images: Sequence[Tensor], protected:
         edges = [
             (float(score), row)
             for row, (best, _) in enumerate(matches)
-            for score in best.sort(descending=True).values[: batch[row].most(rules)]
+            for score in best.sort(descending=True).values[: batch[row].max_merges(rules)]
         ]
         edges.sort(key=lambda edge: -edge[0])
         total = min(count * len(batch), len(edges))
@@ -127,7 +127,7 @@ def left(blocks: Sequence[nn.Module], images: Sequence[Tensor], protected: int, 
         image = Merged(x, protected)
         for block, threshold in zip(blocks, thresholds, strict=True):
             best, partner = image.attend(block)
-            above = min(int((best > threshold).sum()), image.most(rules)) if threshold < 1 else 0
+            above = min(int((best > threshold).sum()), image.max_merges(rules)) if threshold < 1 else 0
             image.finish(block, best, partner, above, rules)
         counts.append(len(image.x) - protected)
     return counts

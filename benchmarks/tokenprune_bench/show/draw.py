@@ -212,8 +212,8 @@ def describe_crop(image: Image.Image | Photo, box: tuple[int, int, int, int] | N
     width, height = image.size
     cut = (("left", left / width), ("right", 1 - right / width), ("top", top / height), ("bottom", 1 - bottom / height))
     sides = [f"{share:.0%} at the {side}" for side, share in cut if share >= _CROP]
-    seen = f"the model sees {right - left} x {bottom - top} of {width} x {height} pixels"
-    return f"{CROPS} {' and '.join(sides)}: {seen}" if sides else ""
+    visible = f"the model sees {right - left} x {bottom - top} of {width} x {height} pixels"
+    return f"{CROPS} {' and '.join(sides)}: {visible}" if sides else ""
 
 
 def boxed(image: Image.Image, box: tuple[int, int, int, int], side: int = 280) -> Image.Image:
@@ -242,19 +242,19 @@ def seen_box(subject: Model, image: Image.Image) -> tuple[int, int, int, int] | 
     inputs = subject.inputs([[Image.fromarray(ramp)]], ["?"])
     if inputs.get("pixel_values") is None or inputs["pixel_values"].ndim != 4:
         return 0, 0, width, height  # flattened patches (Qwen) contain the whole image
-    seen = np.asarray(seen_image(subject, inputs, image), float)
-    inside = seen[..., 2] > 250  # padding is not inside
+    visible = np.asarray(seen_image(subject, inputs, image), float)
+    inside = visible[..., 2] > 250  # padding is not inside
     box = []
     for axis, length in ((1, width), (0, height)):
         pixels = np.flatnonzero(inside.any(1 - axis))[2:-2]
         if len(pixels) < 4:
             return None
-        values = np.where(inside, seen[..., 1 - axis], 0).sum(1 - axis) / np.maximum(1, inside.sum(1 - axis))
+        values = np.where(inside, visible[..., 1 - axis], 0).sum(1 - axis) / np.maximum(1, inside.sum(1 - axis))
         positions = values[pixels] / 255 * (length - 1)
         slope, start = np.polyfit(pixels, positions, 1)
         if slope <= 0 or np.abs(positions - slope * pixels - start).max() > 0.02 * length + 2:
             return None
-        first, last = start - slope / 2 + 0.5, start + slope * (seen.shape[axis] - 0.5) + 0.5
+        first, last = start - slope / 2 + 0.5, start + slope * (visible.shape[axis] - 0.5) + 0.5
         edge = 0.01 * length  # resolution of 256 color values
         box.append((0 if abs(first) < edge else first, length if abs(last - length) < edge else last))
     (left, right), (top, bottom) = box

@@ -164,23 +164,23 @@ def show(
     for index, (setting, video) in enumerate(zip(parsed, videos, strict=True)):
         name = setting.to_text()
         step(name, 1 + index, 1 + len(parsed))
-        seen = contact_sheet.view_prompt(subject, images, question, setting, video)
+        view = contact_sheet.view_prompt(subject, images, question, setting, video)
         if not video:  # draw images at their own resolution; a model may merge frames of a video in time
-            seen = PromptView(views, seen.grids, seen.kept, seen.groups, seen.answer, seen.stats, seen.scores)
-        shown.append(seen)
-        sizes = [_size(frame, grid, single, several) for frame, grid in zip(seen.frames, seen.grids, strict=True)]
+            view = PromptView(views, view.grids, view.kept, view.groups, view.answer, view.stats, view.scores)
+        shown.append(view)
+        sizes = [_size(frame, grid, single, several) for frame, grid in zip(view.frames, view.grids, strict=True)]
         if not panels:
-            unpatched = [frame.resize(size) for frame, size in zip(seen.frames, sizes, strict=True)]
+            unpatched = [frame.resize(size) for frame, size in zip(view.frames, sizes, strict=True)]
             about = f"{tokens} visual tokens", _said(before)
-            panels.append(_panel(_strip(unpatched), "unpatched", about, seen.frames, _plain(seen.frames)))
-        said = format_keep(setting.keep, len(setting.names), int(seen.kept.sum()) / max(1, tokens))
-        image, title = _strip(seen.drawings(0, sizes)), f"{name}, keep {said}"
-        panels.append(_panel(image, title, _about(seen, tokens), seen.frames, _kept(seen)))
-        if scores and seen.scores is None:
+            panels.append(_panel(_strip(unpatched), "unpatched", about, view.frames, _plain(view.frames)))
+        keep_text = format_keep(setting.keep, len(setting.names), int(view.kept.sum()) / max(1, tokens))
+        image, title = _strip(view.drawings(0, sizes)), f"{name}, keep {keep_text}"
+        panels.append(_panel(image, title, _about(view, tokens), view.frames, _kept(view)))
+        if scores and view.scores is None:
             notes.append(f"{name} does not rank tokens by a score, so it has no map")
-        elif scores and seen.scores is not None:
-            heated, scale = _heat(seen), ("ranks, from dark (low) to yellow (high)",)
-            panels.append(_panel(_strip(heated(sizes)), f"{name}: scores", scale, seen.frames, heated, scores=True))
+        elif scores and view.scores is not None:
+            heated, scale = _heat(view), ("ranks, from dark (low) to yellow (high)",)
+            panels.append(_panel(_strip(heated(sizes)), f"{name}: scores", scale, view.frames, heated, scores=True))
     limits = {setting.max_visual_tokens for setting in parsed if setting.max_visual_tokens is not None}
     notes += [f"{LIMIT}={limit}: the methods get at most {limit} tokens of an image" for limit in limits]
     shown_notes = (note for note in notes if note.startswith((draw.CROPS, LIMIT)))
@@ -253,9 +253,9 @@ def plot(
     return figure
 
 
-def _about(seen: PromptView, tokens: int) -> tuple[str, ...]:
-    average = f", {seen.stats.visual_tokens_average:.0f} on average over the layers" if seen.stats else ""
-    return f"{tokens} to {int(seen.kept.sum())} visual tokens{average}", _said(seen.answer)
+def _about(view: PromptView, tokens: int) -> tuple[str, ...]:
+    average = f", {view.stats.visual_tokens_average:.0f} on average over the layers" if view.stats else ""
+    return f"{tokens} to {int(view.kept.sum())} visual tokens{average}", _said(view.answer)
 
 
 def _size(frame: Image.Image, grid: tuple[int, int], single: bool, several: bool) -> tuple[int, int]:
@@ -290,15 +290,15 @@ def _plain(frames: Sequence[Image.Image]) -> _At:
     ]
 
 
-def _kept(seen: PromptView) -> _At:
+def _kept(view: PromptView) -> _At:
     """Return a function that draws the kept tokens of each frame."""
-    return lambda sizes: seen.drawings(0, sizes)
+    return lambda sizes: view.drawings(0, sizes)
 
 
-def _heat(seen: PromptView) -> _At:
+def _heat(view: PromptView) -> _At:
     """Return a function that draws the scores of each frame."""
-    scores = seen.split(seen.scores) if seen.scores is not None else []
-    return lambda sizes: [draw.heat(*arguments) for arguments in zip(seen.frames, scores, sizes, strict=True)]
+    scores = view.split(view.scores) if view.scores is not None else []
+    return lambda sizes: [draw.heat(*arguments) for arguments in zip(view.frames, scores, sizes, strict=True)]
 
 
 def _strip(frames: Sequence[Image.Image]) -> Image.Image:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The app's comparisons, and what it gives to copy; no browser and no gradio here."""
+"""The app's comparisons and code snippets, without a browser and without gradio."""
 
 from __future__ import annotations
 
@@ -41,74 +41,80 @@ def subject() -> Model:
     return load_model("demo_qwen", device="cpu")
 
 
-def test_what_is_kept_is_known_first_then_answers_then_times(subject: Model) -> None:
-    asked = load_heldout(folder=subject.heldout, limit=1)[0]
-    prompt = PagePrompt([asked.image], asked.question, ("divprune", "tome+fastv"))
-    drawn, answered, half, whole = compare_in_stages(subject, prompt, 0.5)
-    assert [one.name for one in drawn.asked] == ["divprune 0.5", "tome+fastv 0.5 each, 25 % in all"]
-    assert drawn.before is None and [one.answer for one in drawn.asked] == [None, None]
-    assert answered.before and all(one.answer and one.ttft is None for one in answered.asked)
-    assert half.asked[0].ttft and half.asked[1].ttft is None and not half.complete and whole.complete
+def test_stages_show_kept_tokens_then_answers_then_times(subject: Model) -> None:
+    question = load_heldout(folder=subject.heldout, limit=1)[0]
+    prompt = PagePrompt([question.image], question.question, ("divprune", "tome+fastv"))
+    drawn, answered, half_timed, complete = compare_in_stages(subject, prompt, 0.5)
+    assert [result.name for result in drawn.asked] == ["divprune 0.5", "tome+fastv 0.5 each, 25 % in all"]
+    assert drawn.before is None and [result.answer for result in drawn.asked] == [None, None]
+    assert answered.before and all(result.answer and result.ttft is None for result in answered.asked)
+    assert (
+        half_timed.asked[0].ttft and half_timed.asked[1].ttft is None and not half_timed.complete and complete.complete
+    )
     assert not tokenprune.is_patched(subject.model)
-    one, two = whole.asked
-    assert one.kept == one.tokens // 2 and two.kept == two.tokens // 4
-    assert [one.drawing for one in drawn.asked] == [one.drawing for one in whole.asked]
-    direct = side_by_side.show(subject, [asked.image], asked.question, [Setting.from_text("tome+fastv", 0.5)])
-    assert direct.before == whole.before and direct.seen[0].answer == two.answer
-    alone = draw_kept(subject, prompt, [Setting.from_text(name, 0.5) for name in prompt.methods])
-    assert [one.drawing for one in alone.asked] == [one.drawing for one in drawn.asked]  # what the slider shows
-    with Image.open(io.BytesIO(two.drawing)) as image, Image.open(io.BytesIO(whole.original)) as original:
-        assert image.size == original.size  # the same scale
+    single, stack = complete.asked
+    assert single.kept == single.tokens // 2 and stack.kept == stack.tokens // 4
+    assert [result.drawing for result in drawn.asked] == [result.drawing for result in complete.asked]
+    direct = side_by_side.show(subject, [question.image], question.question, [Setting.from_text("tome+fastv", 0.5)])
+    assert direct.before == complete.before and direct.seen[0].answer == stack.answer
+    redrawn = draw_kept(subject, prompt, [Setting.from_text(name, 0.5) for name in prompt.methods])
+    # the slider shows these
+    assert [result.drawing for result in redrawn.asked] == [result.drawing for result in drawn.asked]
+    with Image.open(io.BytesIO(stack.drawing)) as image, Image.open(io.BytesIO(complete.original)) as original:
+        assert image.size == original.size  # drawn at the same scale
 
 
-def test_ratios_of_a_table_are_of_one_time(subject: Model) -> None:
-    """Each method was timed in turn with the unpatched model, which took another time each time."""
+def test_times_of_a_table_share_one_unpatched_time(subject: Model) -> None:
+    """Each method is timed in turn with the unpatched model, whose time differs between the measurements."""
 
-    def timed(ours: float, unpatched: float) -> dict[str, Any]:
+    def build_ttft(pruned: float, unpatched: float) -> dict[str, Any]:
         return {
-            "load": 0.0, "ttft_ms": {"p50": ours}, "ttft_ms_unpatched": {"p50": unpatched},
-            "ttft_ratio": {"p20": ours / unpatched, "p50": ours / unpatched, "p80": ours / unpatched},
+            "load": 0.0, "ttft_ms": {"p50": pruned}, "ttft_ms_unpatched": {"p50": unpatched},
+            "ttft_ratio": {"p20": pruned / unpatched, "p50": pruned / unpatched, "p80": pruned / unpatched},
         }  # fmt: skip
 
-    asked = load_heldout(folder=subject.heldout, limit=1)[0]
-    prompt = PagePrompt([asked.image], asked.question, ("divprune", "random"))
-    found = draw_kept(subject, prompt, [Setting.from_text(name, 0.5) for name in prompt.methods])
-    pairs = zip(found.asked, (timed(50, 100), timed(120, 200)), strict=True)
-    found = replace(found, before="red", asked=tuple(replace(one, answer="red", ttft=ttft) for one, ttft in pairs))
-    cells = re.findall(r"(\d+) ms(?: \(([\d.]+x \w+)\))?</td>", render.details(found))
-    assert cells == [("150", ""), ("75", "2x faster"), ("90", "1.7x faster")]  # each is 150 by its ratio
-    assert "first token after 90 ms" in render.panels(found)
+    question = load_heldout(folder=subject.heldout, limit=1)[0]
+    prompt = PagePrompt([question.image], question.question, ("divprune", "random"))
+    comparison = draw_kept(subject, prompt, [Setting.from_text(name, 0.5) for name in prompt.methods])
+    pairs = zip(comparison.asked, (build_ttft(50, 100), build_ttft(120, 200)), strict=True)
+    comparison = replace(
+        comparison, before="red", asked=tuple(replace(result, answer="red", ttft=ttft) for result, ttft in pairs)
+    )
+    cells = re.findall(r"(\d+) ms(?: \(([\d.]+x \w+)\))?</td>", render.details(comparison))
+    # the mean unpatched time, 150 ms, times the ratio of each method
+    assert cells == [("150", ""), ("75", "2x faster"), ("90", "1.7x faster")]
+    assert "first token after 90 ms" in render.panels(comparison)
 
 
-def test_a_video_is_a_video(subject: Model) -> None:
+def test_a_video_is_drawn_as_strips(subject: Model) -> None:
     question = draw_set("small-videos", 1).questions[-1]
     *_, last = compare_in_stages(subject, PagePrompt(question.frames, question.question, ("vidcom2",)), 0.5)
-    (one,) = last.asked
-    assert last.strips and one.kept == one.tokens // 2
-    with Image.open(io.BytesIO(one.drawing)) as image:
+    (result,) = last.asked
+    assert last.strips and result.kept == result.tokens // 2
+    with Image.open(io.BytesIO(result.drawing)) as image:
         assert image.width > 2 * image.height  # a strip of frames
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 3, 5, 8])
-def test_a_run_that_is_not_wanted_ends_with_the_model_as_it_was(subject: Model, calls: int) -> None:
+def test_a_superseded_run_restores_the_model(subject: Model, calls: int) -> None:
     session, lock = AppSession(), threading.Lock()
-    check, left = session.begin(), iter(range(calls))
+    check, remaining_calls = session.begin(), iter(range(calls))
 
-    def still_wanted() -> None:
+    def check_and_count() -> None:
         assert lock.locked()
-        if next(left, None) is None:
+        if next(remaining_calls, None) is None:
             session.begin()
         check()
 
     prompt = PagePrompt([Image.new("RGB", (112, 112), "red")], "what is shown?", ("divprune",))
     with pytest.raises(Superseded):
-        for _ in compare_in_stages(subject, prompt, 0.25, still_wanted, lock):
+        for _ in compare_in_stages(subject, prompt, 0.25, check_and_count, lock):
             assert not lock.locked() and not tokenprune.is_patched(subject.model)
     assert not lock.locked() and not tokenprune.is_patched(subject.model)
 
 
 @pytest.mark.parametrize(
-    ("images", "question", "methods", "keep", "error", "said"),
+    ("images", "question", "methods", "keep", "error", "message"),
     [
         (0, "what?", ["dart"], 0.5, OptionError, "The image is missing"),
         (1, "  ", ["dart"], 0.5, OptionError, "The question is missing"),
@@ -122,10 +128,10 @@ def test_a_run_that_is_not_wanted_ends_with_the_model_as_it_was(subject: Model, 
         (1, "what?", ["divprune:" + "x" * LONGEST], 0.5, OptionError, "The maximum is"),
     ],
 )
-def test_what_cannot_be_asked(
-    subject: Model, images: int, question: str, methods: list[str], keep: float, error: type, said: str
+def test_invalid_prompts_are_refused(
+    subject: Model, images: int, question: str, methods: list[str], keep: float, error: type, message: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         next(
             compare_in_stages(
                 subject, PagePrompt([Image.new("RGB", (128, 128))] * images, question, tuple(methods)), keep
@@ -135,13 +141,13 @@ def test_what_cannot_be_asked(
 
 
 @pytest.mark.parametrize("text", ["dymu:thresholds=/etc/passwd", "tome+fitprune:recipe=/x"])
-def test_a_page_names_no_files(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_name_files_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenprune.selection.files.File.read", lambda *_: pytest.fail("a file was opened"))
     with pytest.raises(OptionError, match="does not open files"):
         parse_setting(text, 0.5)
 
 
-def test_what_is_copied_does_what_was_shown() -> None:
+def test_snippets_reproduce_the_shown_setting() -> None:
     stack = parse_setting("downsample+divprune", 0.5)
     assert snippets.python(parse_setting("dart", 0.25)) == 'tokenprune.patch(model, "dart", keep=0.25)'
     assert snippets.python(stack).endswith(", processor=processor)")
@@ -163,14 +169,14 @@ def test_a_budget_before_pixels_decodes_a_photograph_small(
     (image,) = read_frames([path], 1, layout.find_largest)
     prompt = PagePrompt([image], "what is it?", ("divprune", "fastv"), max_visual_tokens=64)
     settings = parse_settings(prompt, 0.25)
-    drawing = draw_kept(subject, prompt, settings)
+    decoded_small = draw_kept(subject, prompt, settings)
     assert decoded and max(map(max, decoded)) <= 1600
-    assert [result.kept for result in drawing.asked] == [16, 16] and drawing.tokens > 1000
-    assert drawing.notes == ("max_visual_tokens=64: the methods get at most 64 tokens of an image",)
-    whole = draw_kept(subject, replace(prompt, images=[Image.open(path).convert("RGB")]), settings)
-    assert [result.kept for result in whole.asked] == [16, 16] and whole.tokens == drawing.tokens
-    for one, other in zip(drawing.asked, whole.asked, strict=True):
-        sizes = [Image.open(io.BytesIO(result.drawing)).size for result in (one, other)]
+    assert [result.kept for result in decoded_small.asked] == [16, 16] and decoded_small.tokens > 1000
+    assert decoded_small.notes == ("max_visual_tokens=64: the methods get at most 64 tokens of an image",)
+    full = draw_kept(subject, replace(prompt, images=[Image.open(path).convert("RGB")]), settings)
+    assert [result.kept for result in full.asked] == [16, 16] and full.tokens == decoded_small.tokens
+    for from_file, from_image in zip(decoded_small.asked, full.asked, strict=True):
+        sizes = [Image.open(io.BytesIO(result.drawing)).size for result in (from_file, from_image)]
         assert sizes[0] == sizes[1]
     code = snippets.python(*settings), snippets.vllm(settings[0]), snippets.bench(settings[0], "demo_qwen")
     assert "'max_visual_tokens': 64" in code[0] and '"max_visual_tokens": 64' in code[1]
@@ -181,24 +187,24 @@ def test_a_budget_before_pixels_decodes_a_photograph_small(
         parse_settings(replace(prompt, methods=("downsample",)), 0.25)
 
 
-def test_who_waits_for_a_model_gets_it_or_hears_why() -> None:
-    loading, heard = Loading("some"), []
-    waiting = threading.Thread(target=lambda: heard.append(loading.get()))
+def test_a_waiting_thread_gets_the_model_or_an_error() -> None:
+    loading, received = Loading("some"), []
+    waiting = threading.Thread(target=lambda: received.append(loading.get()))
     waiting.start()
     assert not loading.is_over
     loading.set_model("model")
     waiting.join()
     assert loading.lock.acquire(blocking=False)
     loading.lock.release()
-    loading.fail()  # at the end of the command; the model stays, and nobody works with it
-    assert heard == [loading.get()] == ["model"] and loading.is_over and loading.lock.locked()
-    lost = Loading("lost")
-    lost.fail()
+    loading.fail()  # At the end of the command, the model remains available, but the lock stays held.
+    assert received == [loading.get()] == ["model"] and loading.is_over and loading.lock.locked()
+    failed = Loading("lost")
+    failed.fail()
     with pytest.raises(TokenPruneError, match="lost could not be loaded"):
-        lost.get()
+        failed.get()
 
 
-def test_the_files_of_a_page_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_temporary_folder_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADIO_TEMP_DIR", "elsewhere")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit), use_temp_folder() as folder:
@@ -210,7 +216,7 @@ def test_the_files_of_a_page_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gradio_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)
     monkeypatch.delitem(sys.modules, "tokenprune_bench.app.page", raising=False)
     assert "tokenprune-bench[app]" in refused("app", "--no-open")

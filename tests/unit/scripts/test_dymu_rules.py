@@ -76,7 +76,7 @@ def test_each_rule_changes_the_result(rules: Any) -> None:
     assert max(abs(a - b) for a, b in zip(taus["epsilon"], our_taus, strict=True)) < 1e-3
     # 15 tokens: 8 in set A, and 7 can merge.
     merged = rules.Merged(images[0], 0)
-    assert (merged.most(rules.OURS), merged.most(rules.BATCH)) == (7, 8)
+    assert (merged.max_merges(rules.OURS), merged.max_merges(rules.BATCH)) == (7, 8)
     taus = [-1.0] * 3  # 15 -> 8 -> 4 -> 2, or 15 -> 7 -> 3 -> 1
     assert [rules.left(blocks[:3], images[:1], 0, taus, rule) for rule in (rules.OURS, rules.BATCH)] == [[2], [1]]
     # The remaining tokens of A are ordered by index, or by similarity with the authors' rule for one image.

@@ -56,6 +56,7 @@ def small_llava() -> Any:
 
 
 def tower_runs(model: Any, family: Family, inputs: Any, assistant: Any) -> int:
+    """Return the number of runs of both vision towers during an assisted `generate`."""
     runs: list[Any] = []
     handles = [
         owner.model.vision_tower.register_forward_hook(lambda *call: runs.append(call)) for owner in (model, assistant)

@@ -37,8 +37,8 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Calla
                     skipped.append(reason)
                 # Failures raised by pytest, such as a missing exception, do not derive from Exception.
                 except (Exception, pytest.fail.Exception) as error:
-                    shown = ", ".join(f"{name}={arguments[name]!r:.200}" for name in names)
-                    failed.append(f"{shown}:\n{type(error).__name__}: {error}")
+                    description = ", ".join(f"{name}={arguments[name]!r:.200}" for name in names)
+                    failed.append(f"{description}:\n{type(error).__name__}: {error}")
             if failed:
                 pytest.fail(f"{len(failed)} of {len(values)} values fail\n" + "\n".join(failed))
             if skipped and len(skipped) == len(values):

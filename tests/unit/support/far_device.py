@@ -34,7 +34,7 @@ import tokenprune
 aten = torch.ops.aten
 # Compare folders instead of names in a path: the checkout or its environment may be inside a folder of that name.
 _LIBRARY, _TRANSFORMERS = (os.path.join(os.path.dirname(module.__file__), "") for module in (tokenprune, transformers))
-# Their results, or the result sizes, depend on values on the device.
+# Operations whose results, or result sizes, depend on values on the device.
 _READS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.item}
 _SIZED = {
     aten.nonzero, aten.masked_select, aten.unique_consecutive, aten.unique_dim, aten._unique2, aten._unique,
@@ -124,19 +124,19 @@ class Syncs(TorchDispatchMode):
                 self.note("copy to the device")  # an index on the host
         if target is not None:
             kwargs["device"] = torch.device("cpu")
-        lands_far = target.type == "far" if target is not None else far
+        result_is_far = target.type == "far" if target is not None else far
         near_args, near_kwargs = tree_map(_near, (args, kwargs))
         result = func(*near_args, **near_kwargs)
-        if not lands_far:
+        if not result_is_far:
             return result
 
-        def wrapped(x: Any) -> Any:
+        def wrap_result(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             original = next((y for y in flat if isinstance(y, Far) and y.near is x), None)
             return Far(x) if original is None else original
 
-        return tree_map(wrapped, result)
+        return tree_map(wrap_result, result)
 
     def note(self, operation: str, times: int = 1) -> None:
         frame = sys._getframe(1)  # traceback.extract_stack is too slow: it reads the source lines of every frame
@@ -175,6 +175,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 @contextmanager
 def counting() -> Iterator[Syncs]:
+    """Run operations of far tensors in a block and record its syncs."""
     device()
     syncs = Syncs()
     # Make torch.tensor(..., device=) dispatch its copy.

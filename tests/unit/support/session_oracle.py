@@ -118,7 +118,7 @@ class Recorded:
 
 
 def collated(family: Family, images: list[InputImage]) -> dict[str, Any]:
-    """Return the encoder's arguments for a block. OneVision needs the number of images to decide on tiles."""
+    """Return the encoder's arguments for a block. OneVision needs the number of images to choose tiles."""
     inputs = family.collate([[InputImage(i.ids, dict(i.pixels)) for i in images]])
     if "batch_num_images" in inputs:
         inputs["batch_num_images"] = torch.tensor([len(images)])
@@ -142,7 +142,7 @@ def images_of(family: Family, count: int, seed: int = 3, size: int = 0) -> list[
 
 
 def played(record: Recorded, frames: int = 12, block: int = 2, asked: bool = False, size: int = 0) -> Recorded:
-    """Append text, images and questions. The last input is text, whose logits are compared."""
+    """Append text, frames in blocks and, if `asked`, two equal questions after each block. Return `record`."""
     images = images_of(record.family, frames, size=size)
     record.session.say([1, 20, 21, 22])
     for start in range(0, frames, block):

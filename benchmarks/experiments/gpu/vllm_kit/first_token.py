@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time to the first token of a single request goes: one engine of h_vllm_first_token.py.
+"""Split the time to the first token of a single request into stages. Runs one engine of h_vllm_first_token.py.
 
 Functions of vLLM are wrapped, and the time of a function excludes the wrapped functions inside it. Each request is
 measured twice: as it runs ("ms"), and with the GPU synchronized at the start and the end of each function
@@ -45,7 +45,7 @@ class Stages:
         return time.perf_counter()
 
     def wrap(self, label: str, owner: Any, name: str) -> None:
-        """Count the time of a method of a class under `label`."""
+        """Add the time of a method of a class to the stage `label`."""
         method = getattr(owner, name)
 
         @wraps(method)
@@ -57,16 +57,16 @@ class Stages:
 
     @contextmanager
     def stage(self, label: str) -> Iterator[None]:
-        begin = self.now()
+        start = self.now()
         self._stack.append([0.0])
         try:
             yield
         finally:
-            taken = self.now() - begin
-            [inside] = self._stack.pop()
-            self.seconds[label] += taken - inside
+            elapsed = self.now() - start
+            [inner] = self._stack.pop()
+            self.seconds[label] += elapsed - inner
             if self._stack:
-                self._stack[-1][0] += taken
+                self._stack[-1][0] += elapsed
 
 
 def wrap_all(stages: Stages, llm: Any) -> None:
@@ -102,13 +102,13 @@ def measure(stages: Stages, ask: Callable[[], Any]) -> dict[str, Any]:
     """Return the medians of the stages of a request, with and without waits, and the slowest functions."""
     row: dict[str, Any] = {}
     for waits, name in ((False, "ms"), (True, "with_waits_ms")):
-        stages.waits, taken = waits, []
+        stages.waits, requests = waits, []
         for _ in range(REQUESTS):
             stages.seconds.clear()
             ask()
-            taken.append({label: 1000 * seconds for label, seconds in stages.seconds.items()})
-        labels = dict.fromkeys(label for times in taken for label in times)
-        split = {label: round(statistics.median(times.get(label, 0.0) for times in taken), 3) for label in labels}
+            requests.append({label: 1000 * seconds for label, seconds in stages.seconds.items()})
+        labels = dict.fromkeys(label for times in requests for label in times)
+        split = {label: round(statistics.median(times.get(label, 0.0) for times in requests), 3) for label in labels}
         row |= {f"stages_{name}": split, f"first_{name}": round(sum(split.values()), 2)}
     stages.waits, profile = False, cProfile.Profile()
     profile.runcall(ask)
@@ -124,14 +124,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--tiny", action="store_true")
-    which = ENGINES[parser.parse_args().engine]
+    engine_case = ENGINES[parser.parse_args().engine]
     with tempfile.TemporaryDirectory() as folder:
-        server, stages = Server(which, Path(folder)), Stages()
-        for setting in which.settings.values():
+        server, stages = Server(engine_case, Path(folder)), Stages()
+        for setting in engine_case.settings.values():
             for _ in range(2):  # compiles kernels
                 server.ask(setting, 1, 1)
         wrap_all(stages, server.llm)
-        for name, setting in which.settings.items():
+        for name, setting in engine_case.settings.items():
             row = measure(stages, lambda setting=setting: server.ask(setting, 1, 1))
             say(setting=name, **row, **engine.about(server.llm))
         engine.leave()
