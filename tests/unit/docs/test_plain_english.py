@@ -13,9 +13,7 @@ from tests.unit.docs.test_docs import ROOT, generator
 plain = generator("plain")
 
 
-@pytest.mark.parametrize(
-    "folder", ["tokenprune", "benchmarks/tokenprune_bench", "benchmarks/experiments", "demo", "dev"]
-)
+@pytest.mark.parametrize("folder", plain.CODE_FOLDERS)
 @pytest.mark.parametrize("kind", ["docstrings", "comments", "strings"])
 def test_code_has_few_markers(folder: str, kind: str) -> None:
     num_words, hits = plain.count_markers(kind, plain.list_files([folder], ".py"))
@@ -30,7 +28,7 @@ def test_pages_have_few_markers() -> None:
 
 
 def test_code_does_not_use_the_listed_names() -> None:
-    files = plain.list_files(plain.NAME_FOLDERS, ".py")
+    files = plain.list_files(plain.CODE_FOLDERS, ".py")
     names = [
         f"{file.relative_to(ROOT)}:{line}: {name}"
         for file in files
