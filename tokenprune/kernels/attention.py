@@ -174,7 +174,7 @@ def check_starts(query: Tensor, key: Tensor, mask: Tensor | None, starts: Tensor
         raise OptionError("starts= describes packed sequences. Pass one row, as many keys as queries, and no mask.")
 
 
-class Hidden(NamedTuple):
+class HiddenKeys(NamedTuple):
     """The passes that hidden keys require. A device is not read, so each pass is required there.
 
     Attributes:
@@ -190,13 +190,13 @@ class Hidden(NamedTuple):
     bias: Tensor | None
 
 
-def _describe_hidden(visible: Tensor, lowest: float) -> Hidden:
+def _describe_hidden(visible: Tensor, lowest: float) -> HiddenKeys:
     if reads_fast(visible):
         from tokenprune.kernels import host_loops
 
-        return Hidden(*host_loops.describe_hidden(visible, lowest))
+        return HiddenKeys(*host_loops.describe_hidden(visible, lowest))
     bias = torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, lowest)
-    return Hidden(True, True, True, bias)
+    return HiddenKeys(True, True, True, bias)
 
 
 def _weights(
@@ -207,7 +207,7 @@ def _weights(
     scaling: float,
     causal: bool,
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Hidden]:
+) -> tuple[Tensor, Tensor, HiddenKeys]:
     """Return softmax rows, float32 `[B, H, R, K]`, and `visible_keys`. Rows without visible keys are not zeroed."""
     batch, heads, _, width = query.shape
     kv_heads, keys = key.shape[1:3]

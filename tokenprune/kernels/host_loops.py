@@ -128,7 +128,7 @@ def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
 
 
 def describe_hidden(visible: Tensor, lowest: float) -> tuple[bool, bool, bool, Tensor | None]:
-    """Return the fields of `attention.Hidden` for keys that rows see, bool `[B, 1 or H, R, K]`."""
+    """Return the fields of `attention.HiddenKeys` for keys that rows see, bool `[B, 1 or H, R, K]`."""
     sees = visible.numpy()
     if sees.all():
         return False, False, False, None

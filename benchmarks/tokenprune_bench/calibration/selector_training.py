@@ -144,22 +144,22 @@ class SelectorTraining:
         self.observations.open(observed, restart)
         work = 1 + cost * epochs  # relative to the observation of all samples
 
-        def tell(count: float) -> None:
+        def report(count: float) -> None:
             if progress is not None:
                 progress(min(offered, int(count / work)))
 
         with _frozen(self.model):
-            self._observe(start + 60 * minutes * share, tell)
+            self._observe(start + 60 * minutes * share, report)
             self._start()
             self._restore(*stored)
             total, saved = epochs * len(self.indices), time.monotonic()
             while self.done < total and time.monotonic() < start + 60 * minutes:
                 self._step()
-                tell(offered + cost * self.done * offered / len(self.indices))
+                report(offered + cost * self.done * offered / len(self.indices))
                 if time.monotonic() - saved > _SAVE_SECONDS:
                     self._save()
                     saved = time.monotonic()
-            tell(work * offered)
+            report(work * offered)
             is_finished = self.done >= total and self.num_observed == offered
             passes = self.done / len(self.indices)
             fit = SelectorFit(len(self.indices), offered, passes, is_finished, self.target, self._cover())
@@ -172,7 +172,7 @@ class SelectorTraining:
                 self.observations.remove()
         return FittedSelector(selector, fit)
 
-    def _observe(self, end: float, tell: Callable[[float], None]) -> None:
+    def _observe(self, end: float, report: Callable[[float], None]) -> None:
         """Observe the samples in order until `end`, but at least one with an image."""
         for index in range(len(self.observations)):
             if self.indices and time.monotonic() > end:
@@ -180,7 +180,7 @@ class SelectorTraining:
             if self.observations.get(index, self.target) is not None:
                 self.indices.append(index)
             self.num_observed = index + 1
-            tell(self.num_observed)
+            report(self.num_observed)
         if not self.indices:
             self.observations.remove()
             raise TokenPruneError("Cannot fit: no sample has an image.")
@@ -296,7 +296,7 @@ class SelectorTraining:
         return about, tensors
 
     def _restore(self, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Continue from a stored state. If the samples are others or more than then, the passes start again."""
+        """Continue from a stored state. With other or additional samples, training starts again."""
         fitted, data = about.get("fitted", len(self.indices)), about.get("data")
         if not about or fitted != len(self.indices) or data != self.observations.digest:
             return
