@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tokenprune.errors import OptionError
 from tokenprune.kernels.dispatch import operation
-from tokenprune.kernels.values import reads_fast
+from tokenprune.kernels.host_checks import reads_fast
 
 HEADS = (None, "mean", "max", "sum")
 _MAX_ELEMENTS = 2**22  # elements of the attention map that the column mean reference holds at once

@@ -17,6 +17,7 @@ import torch
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.coverage import greedy_cover
 from tokenprune.kernels.density import density_peaks
+from tokenprune.kernels.host_checks import is_all_finite, is_all_true
 from tokenprune.kernels.pairs import (
     MIN_ROWS,
     PickedRows,
@@ -27,7 +28,6 @@ from tokenprune.kernels.pairs import (
     normalize,
 )
 from tokenprune.kernels.picks import Picks
-from tokenprune.kernels.values import is_all_finite, is_all_true
 
 if TYPE_CHECKING:
     from torch import Tensor

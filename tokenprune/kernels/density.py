@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tokenprune.kernels.host_checks import is_all_finite, is_all_true
 from tokenprune.kernels.pairs import distances, is_finite
 from tokenprune.kernels.take import top_mask
-from tokenprune.kernels.values import is_all_finite, is_all_true
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.dispatch import operation, uses_kernels
-from tokenprune.kernels.values import reads_fast
+from tokenprune.kernels.host_checks import reads_fast
 
 if TYPE_CHECKING:
     import numpy as np

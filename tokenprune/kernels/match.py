@@ -9,7 +9,7 @@ import torch
 
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.dispatch import operation, uses_kernels
-from tokenprune.kernels.values import is_all_finite, is_all_true, reads_fast
+from tokenprune.kernels.host_checks import is_all_finite, is_all_true, reads_fast
 
 if TYPE_CHECKING:
     from torch import Tensor

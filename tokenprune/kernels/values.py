@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the host can read the values of a tensor, and checks that read them only where it does not wait."""
+"""Detection of tensors whose values the host cannot read."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C import _functorch, _get_dispatch_mode, _TorchDispatchModeKey
 from torch._subclasses.fake_tensor import is_fake
@@ -29,21 +27,3 @@ def has_unreadable_values(arguments: Iterable[Any]) -> bool:
         if isinstance(value, Tensor) and (value.is_meta or (type(value) is not Tensor and is_fake(value))):
             return True
     return False
-
-
-def reads_fast(x: Tensor) -> bool:
-    """Return True if the host reads the values of `x` without waiting for a device, and outside of torch.compile."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-# The next two functions repeat the condition of `reads_fast`, as a forward calls them dozens of times.
-def is_all_true(mask: Tensor) -> bool:
-    """Return True if the host reads a bool mask fast and all entries are True, so that a pass can be skipped."""
-    return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.numpy().all())
-
-
-def is_all_finite(x: Tensor) -> bool:
-    """Return True if the host reads `x` fast and all entries are finite, so that a pass can be skipped."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    return x.numel() == 0 or math.isfinite(torch.linalg.vector_norm(x, torch.inf).item())

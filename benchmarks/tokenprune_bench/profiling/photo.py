@@ -23,12 +23,12 @@ class Photo:
 
     Attributes:
         path: The file.
-        picture: The image for drawings.
+        preview: A small image for drawings.
         size: (width, height) of the file, upright.
     """
 
     path: Path
-    picture: Image.Image
+    preview: Image.Image
     size: Size
 
     @classmethod
@@ -57,9 +57,9 @@ class Photo:
         return tokenprune.load_image(self.path, processor=processor)
 
 
-def get_picture(image: Image.Image | Photo) -> Image.Image:
+def get_preview(image: Image.Image | Photo) -> Image.Image:
     """Return the image to draw."""
-    return image.picture if isinstance(image, Photo) else image
+    return image.preview if isinstance(image, Photo) else image
 
 
 def load_for(image: Image.Image | Photo, processor: Any) -> Image.Image:

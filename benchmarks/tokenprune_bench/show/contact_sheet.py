@@ -20,7 +20,7 @@ from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import patched_by
-from tokenprune_bench.profiling.photo import Photo, get_picture, load_for
+from tokenprune_bench.profiling.photo import Photo, get_preview, load_for
 from tokenprune_bench.show import draw
 from tokenprune_bench.show.grids import Grid, get_grids
 from tokenprune_bench.show.token_scores import align_scores, record_scores
@@ -181,7 +181,7 @@ def view_prompt(
 ) -> PromptView:
     with patched_by(subject, setting, video, record=True), record_scores(subject.model) as recorded:
         inputs = build_inputs(subject, frames, question, video, labels)
-        shown, grids = seen_frames(subject, inputs, [get_picture(frame) for frame in frames], video)
+        shown, grids = seen_frames(subject, inputs, [get_preview(frame) for frame in frames], video)
         (answer,) = subject.generate(inputs)
         stats = stats_of(subject.model)
     kept, groups = draw.patches(subject, inputs, stats)

@@ -17,7 +17,7 @@ from tokenprune.settings.keys import LIMIT
 from tokenprune.settings.one_line import split_methods
 from tokenprune_bench.profiling.kept_tokens import format_keep
 from tokenprune_bench.profiling.model import Model
-from tokenprune_bench.profiling.photo import Photo, get_picture
+from tokenprune_bench.profiling.photo import Photo, get_preview
 from tokenprune_bench.show import contact_sheet, draw, layout
 from tokenprune_bench.show.contact_sheet import PromptView
 from tokenprune_bench.show.layout import Panel
@@ -146,7 +146,7 @@ def show(
     (before,) = subject.generate(full)
     tokens = subject.visual_tokens(full)
     single, several = len(images) == 1, len(parsed) > 1 or scores
-    views = [get_picture(image).convert("RGB") for image in images]
+    views = [get_preview(image).convert("RGB") for image in images]
     notes: list[str] = []
     cropped = None
     if not any(videos):

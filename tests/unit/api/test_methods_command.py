@@ -63,7 +63,7 @@ def test_a_wide_list_has_the_flags_on_the_line_of_the_method(width: int | None) 
         _, site, _, *cells = line.split()
         flags = [cell for cell in cells if cell in ("yes", "no")][:3]
         assert site == info.site
-        assert flags == [{True: "yes", False: "no"}[one] for one in (
+        assert flags == [{True: "yes", False: "no"}[flag] for flag in (
             info.query_aware, info.prefix_cache_safe, info.merges)]  # fmt: skip
 
 
@@ -98,8 +98,8 @@ def test_filters() -> None:
 
 
 def test_single_method_is_described() -> None:
-    for number, name in enumerate(tokenprune.available_methods()):
-        check_in_full(name, (60, 80, 160)[number % 3])
+    for index, name in enumerate(tokenprune.available_methods()):
+        check_in_full(name, (60, 80, 160)[index % 3])
 
 
 def check_in_full(name: str, width: int) -> None:
@@ -107,8 +107,8 @@ def check_in_full(name: str, width: int) -> None:
     assert max(map(len, output.splitlines())) <= width
     option_names = {f"{option}:" for option in info.options} | {"Args:"}  # printed as name=default: type
     assert words(info.cls.__doc__) - option_names <= words(output)
-    for wanted in (info.site, info.site.description, info.source, *(f"{option}=" for option in info.options)):
-        assert words(wanted) <= words(output) or wanted in output, wanted
+    for expected in (info.site, info.site.description, info.source, *(f"{option}=" for option in info.options)):
+        assert words(expected) <= words(output) or expected in output, expected
     assert f"docs/methods/{name}.md" in output and (DOCS / "methods" / f"{name}.md").is_file()
 
 

@@ -130,14 +130,14 @@ def test_class_name_does_not_shadow_imports(name: str, tmp_path: Path) -> None:
 
 
 def test_failures_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for there in ("empty", "full"):
-        (tmp_path / there).mkdir()
+    for target in ("empty", "full"):
+        (tmp_path / target).mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     before = sorted(tmp_path.rglob("*"))
-    for there in ("empty", "full", "nowhere", "full/notes.txt"):
+    for target in ("empty", "full", "nowhere", "full/notes.txt"):
         with pytest.raises(OptionError, match="already exists"):
-            scaffold.new_method("my_method", to=tmp_path / there)
+            scaffold.new_method("my_method", to=tmp_path / target)
     with pytest.raises(OptionError, match=r"the folder .*gone does not exist"):
         scaffold.new_method("my_method", to=tmp_path / "gone/made")
     with pytest.raises(OptionError, match=r"'moon' is unknown. Use one of pre-encoder, in-encoder"):

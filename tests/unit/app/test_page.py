@@ -240,7 +240,7 @@ def test_a_page_with_a_budget_decodes_photographs_small(subject: Model, tmp_path
     handlers = Handlers(loading, Examples(), max_visual_tokens=64)
     head, *_ = next(handlers.compare(session, str(tmp_path / "a.jpg"), "what?", "divprune", "", 0.25))
     (image,) = session.prompt.images
-    assert isinstance(image, Photo) and image.size == (2000, 1500) and image.picture.width < 2000
+    assert isinstance(image, Photo) and image.size == (2000, 1500) and image.preview.width < 2000
     assert "max_visual_tokens=64" in head and session.comparisons[0.25].asked[0].kept == 16
 
 

@@ -47,13 +47,13 @@ def test_a_photo_is_upright_and_as_large_as_its_drawing(file: Path, monkeypatch:
     decoded = record_decodes(monkeypatch)
     (image,) = read_frames([file], 8, layout.find_largest)
     assert isinstance(image, Photo) and image.size == (1536, 2048)
-    assert image.picture.size == layout.find_largest((1536, 2048)) == (1125, 1500)
+    assert image.preview.size == layout.find_largest((1536, 2048)) == (1125, 1500)
     assert decoded == [(2048, 1536)]  # one half is too small
     decoded.clear()
     (small,) = read_frames([file], 8, lambda size: (300, 400))
-    assert decoded == [(512, 384)] and small.picture.size == (300, 400)
+    assert decoded == [(512, 384)] and small.preview.size == (300, 400)
     complete = ImageOps.exif_transpose(Image.open(file)).convert("RGB").resize((300, 400))
-    assert np.abs(np.asarray(small.picture, int) - np.asarray(complete, int)).mean() < 4
+    assert np.abs(np.asarray(small.preview, int) - np.asarray(complete, int)).mean() < 4
 
 
 def test_other_files_are_read_as_before(file: Path, tmp_path: Path) -> None:

@@ -46,29 +46,31 @@ def subject() -> Model:
 
 
 @pytest.fixture(scope="module")
-def made(subject: Model) -> Profile:
+def measured(subject: Model) -> Profile:
     example = load_heldout(limit=1)[0]
     return profile_call(subject, [example.image], example.question, STACK, repeats=2, new_tokens=2)
 
 
-def test_a_profile_tells_every_stage_of_both_sides(made: Profile, subject: Model) -> None:
-    for side in (made.before, made.after):
+def test_a_profile_tells_every_stage_of_both_sides(measured: Profile, subject: Model) -> None:
+    for side in (measured.before, measured.after):
         assert len(side.runs) == 2 and set(side.runs[0]) == set(STAGES)
         for run, total in zip(side.runs, side.first_token(), strict=True):
             assert all(run[stage] > 0 for stage in ("processor", "tower", "prefill", "decode"))
             assert total == pytest.approx(sum(run[stage] for stage in FIRST_TOKEN))
-    assert all(run["selection"] == 0 for run in made.before.runs)
-    assert all(run["selection"] > 0 for run in made.after.runs)
-    assert made.before.visual == (256, 256, 256.0)
-    entered, kept, average = made.after.visual
-    assert entered < 256 and kept < average <= entered / 2 + 1 and made.after.kv_bytes < made.before.kv_bytes / 2
+    assert all(run["selection"] == 0 for run in measured.before.runs)
+    assert all(run["selection"] > 0 for run in measured.after.runs)
+    assert measured.before.visual == (256, 256, 256.0)
+    entered, kept, average = measured.after.visual
+    assert (
+        entered < 256 and kept < average <= entered / 2 + 1 and measured.after.kv_bytes < measured.before.kv_bytes / 2
+    )
     example = load_heldout(limit=1)[0]
     length = subject.inputs([example.image], [example.question])["input_ids"].numel()
-    assert made.load == Load((256,), 256, length - 256)
-    assert made.predict_speedup() > 2 and json.loads(json.dumps(made.as_dict()))["speedup"] == made.ratio()
+    assert measured.load == Load((256,), 256, length - 256)
+    assert measured.predict_speedup() > 2 and json.loads(json.dumps(measured.as_dict()))["speedup"] == measured.ratio()
 
 
-def test_a_profile_leaves_the_model_as_it_was(made: Profile, subject: Model) -> None:
+def test_a_profile_leaves_the_model_as_it_was(measured: Profile, subject: Model) -> None:
     base = subject.adapter.base
     assert "get_image_features" not in vars(base) and not subject.adapter.decoder._forward_hooks
     assert not subject.adapter.decoder._forward_pre_hooks

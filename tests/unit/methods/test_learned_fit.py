@@ -28,7 +28,7 @@ def samples(family: str, count: int = 5) -> list[dict[str, Any]]:
 
 
 @each("family", ["llava", "qwen2_5_vl"])
-def test_a_closed_gate_equals_dropping_the_token(family: str, build: Any) -> None:
+def test_a_closed_gate_equals_dropping_the_token(family: str, build: Any, restored_registries: None) -> None:
     """The loss of the model's own answer under hard gates, against the pruned model's logits for this answer."""
     model = build(FAMILIES[family])
     (arguments,) = samples(family, 1)
