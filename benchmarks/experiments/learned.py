@@ -225,7 +225,7 @@ def ask(args: argparse.Namespace, subject: Model, console: Console) -> None:
     if not any(row["record"] == "header" and row["model"] == args.model for row in known):
         kinds = [[find_set(args.model, e), e.kind] for examples in images for e in examples]
         append({"record": "header", "model": args.model, "trained": TRAINED[args.model], "kinds": kinds,
-               "pairs": PAIRS[args.model], "environment": subject.environment()})  # fmt: skip
+               "environment": subject.environment()})  # fmt: skip
     for keep in args.keep:
         for label, patch in [("unpatched", {}), *settings(args.model, args.out)]:
             share = keep if patch else 1.0

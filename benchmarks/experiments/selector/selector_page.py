@@ -12,6 +12,10 @@ from common import fill_page
 from tokenprune_bench.paired import Answers, compare_paired
 
 PAGE = Path(__file__).parents[3] / "docs/results/methods.md"
+_ABOUT = (
+    "First row: correct in %. Other rows: gains over `divprune`, or `cdpruner`, in points, bold if the 95 % interval "
+    "excludes 0. By `python benchmarks/experiments/learned.py`; [raw data](../../benchmarks/results/learned.jsonl)."
+)
 BEGIN, END = "<!-- learned:begin (python benchmarks/experiments/learned.py page) -->", "<!-- learned:end -->"
 
 
@@ -19,11 +23,11 @@ def write_page(raw: Path) -> None:
     """Fill the section of the page from the raw file."""
     rows = [json.loads(line) for line in raw.read_text().splitlines()]
     models = dict.fromkeys(row["model"] for row in rows if row["record"] == "result")
-    fill_page(PAGE, BEGIN, END, "\n\n".join(format_model(name, rows) for name in models))
+    fill_page(PAGE, BEGIN, END, "\n\n".join([_ABOUT, *(format_model(name, rows) for name in models)]))
 
 
 def format_model(name: str, rows: list[dict[str, Any]]) -> str:
-    """Return the paragraph and the table of a model: gains over divprune and cdpruner by keep and set of questions."""
+    """Return the paragraph and the table of a model: gains over divprune, and of the default target over cdpruner."""
     results = {(row["setting"], row["keep"]): row["right"] for row in rows
                if row["record"] == "result" and row["model"] == name}  # fmt: skip
     keeps = sorted({keep for label, keep in results if label == "divprune"}, reverse=True)
@@ -31,10 +35,9 @@ def format_model(name: str, rows: list[dict[str, Any]]) -> str:
     parts = [part for part, right in results["divprune", keeps[0]].items() if right]
     unpatched = results["unpatched", 1.0]
     counts = ", ".join(f"{len(unpatched[part])} {part} (unpatched {_share(unpatched[part])} %)" for part in parts)
+    pairs = next(row["pairs"] for row in rows if row["record"] == "fit" and row["model"] == name)
     lines = [
-        f"{name}, in this order: {counts}. First row: correct in %; others: gains over "
-        "`divprune` in points, bold if the 95 % interval excludes 0. By `python benchmarks/experiments/learned.py`; "
-        "[raw data](../../benchmarks/results/learned.jsonl).",
+        f"{name}, {pairs} pairs, in this order: {counts}.",
         "",
         "| method | " + " | ".join(f"{100 * keep:g} %" for keep in keeps) + " |",
         "|---|" + "---|" * len(keeps),
@@ -44,19 +47,24 @@ def format_model(name: str, rows: list[dict[str, Any]]) -> str:
     ]
     for baseline in ("divprune", "cdpruner"):
         for label in labels:
-            if baseline == "cdpruner" and not (label.startswith("learned") and label.endswith("diversity 1")):
+            if baseline == "cdpruner" and not (label.startswith("learned attention") and label.endswith("diversity 1")):
                 continue
             cells = []
             for keep in keeps:
                 right, other = results.get((label, keep)), results[baseline, keep]
                 cells.append("" if right is None else ", ".join(_gain(right[part], other[part]) for part in parts))
-            short = label.replace(", diversity 1", "").replace(", diversity 0", ", scores only")
+            short = (
+                label.replace(", diversity 1", "").replace(", diversity 0", ", scores only").removeprefix("learned ")
+            )
             shown = short if label.startswith("learned") else f"`{label}`"
-            lines.append(f"| {shown}{' minus `cdpruner`' * (baseline == 'cdpruner')} | " + " | ".join(cells) + " |")
+            lines.append(f"| {shown}{' - `cdpruner`' * (baseline == 'cdpruner')} | " + " | ".join(cells) + " |")
     for row in rows:
         if row["record"] == "time" and row["model"] == name:
-            ratios = ", ".join(f"{label} {ratio}" for label, ratio in row["ratios"].items() if label != "divprune")
-            lines += ["", f"CPU time of the choice among {row['tokens']} tokens, relative to `divprune`: {ratios}."]
+            learned, cdpruner = row["ratios"]["learned question, diversity 1"], row["ratios"]["cdpruner"]
+            lines += [
+                "",
+                f"CPU time of the choice ({row['tokens']} tokens): {learned} x `divprune`; `cdpruner` {cdpruner} x.",
+            ]
     return "\n".join(lines)
 
 
