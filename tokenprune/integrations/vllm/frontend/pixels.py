@@ -8,7 +8,7 @@ hashes and positions the smaller images as usual.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -240,6 +240,22 @@ def decode_for(images: Any, shrinker: Shrinker | None) -> Any:
     if not any(hasattr(item, "decode_for") for item in data):
         return images
     return ImageProcessorItems([item.decode_for(shrinker) if hasattr(item, "decode_for") else item for item in data])
+
+
+def find_missing_images(items: Any, is_cached: Mapping[str, Sequence[bool]]) -> ImageProcessorItems | None:
+    """Return the images of a request that are not in vLLM's cache, or None if there are none.
+
+    vLLM passes these images on without the size of their files, which `ScaledMedia` has.
+
+    Args:
+        items: Items of the request.
+        is_cached: For each modality, whether each item is in the cache.
+    """
+    images = items.get("image")
+    if not isinstance(images, ImageProcessorItems):
+        return None
+    indices = [index for index, cached in enumerate(is_cached["image"]) if not cached]
+    return ImageProcessorItems([images.get_item_for_hash(index) for index in indices]) if indices else None
 
 
 # -- methods that select units of patches by pixels; worker/tower_packed.py drops the other units

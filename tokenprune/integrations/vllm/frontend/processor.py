@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
+from vllm.multimodal.parse import ImageProcessorItems
 from vllm.multimodal.processing import BaseMultiModalProcessor
 from vllm.multimodal.processing.processor import (
     PromptInsertion,
@@ -23,7 +24,7 @@ from vllm.multimodal.processing.processor import (
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.frontend.items import CountedDetails, ModelItems, PromptItem
-from tokenprune.integrations.vllm.frontend.pixels import Shrinker
+from tokenprune.integrations.vllm.frontend.pixels import Shrinker, find_missing_images
 from tokenprune.integrations.vllm.frontend.request import RequestRun, get_policy
 from tokenprune.integrations.vllm.frontend.served import RequestRecord, ServedRequest, wrap_method_errors
 from tokenprune.integrations.vllm.settings.configuration import get_server_setting
@@ -46,11 +47,13 @@ class ReducingProcessor(BaseMultiModalProcessor):
     Attributes:
         _request: Request of a copy. None in the processor itself, and on a server without a setting.
         _kwargs: The request's `mm_processor_kwargs`, before a limit of tokens.
+        _images: Images of a copy's request that are not in vLLM's cache. None if no method resizes images.
         prompt_texts: Prompt texts of the items of a copy's request.
     """
 
     _request: ServedRequest | None = None
     _kwargs: Mapping[str, object] = MappingProxyType({})
+    _images: ImageProcessorItems | None = None
     prompt_texts: list[CountedDetails]
 
     def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,11 +111,15 @@ class ReducingProcessor(BaseMultiModalProcessor):
 
     def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: Any) -> Mapping[str, object]:
         if self._request is not None:  # the following steps see only the other items
+            if self._request.setting.pixel_method is not None:
+                self._images = find_missing_images(inputs.mm_data_items, mm_is_cached)
             self._request = self._request.without_cached(mm_is_cached)
         return super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached)
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
         if self._request is not None and self._request.setting.pixel_method is not None:
+            if self._images is not None:
+                mm_items["image"] = self._images
             with wrap_method_errors(self._request.setting):
                 hf_kwargs = Shrinker(self._request.setting, self.info, hf_kwargs).shrink(mm_items, self._kwargs)
         return super()._apply_hf_processor_main(mm_items=mm_items, hf_kwargs=hf_kwargs)
