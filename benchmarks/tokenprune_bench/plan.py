@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import tokenprune
 from tokenprune.errors import OptionError
+from tokenprune.selection.method import Site
 from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.settings import Setting
+from tokenprune.settings.max_visual_tokens import LIMITER, check_limit
 from tokenprune_bench.profiling.patched import build_escalation, is_escalation
 from tokenprune_bench.results import MARKS, UNPATCHED
 from tokenprune_bench.two_pass import ESCALATE
@@ -69,6 +71,8 @@ class BenchPlan:
         videos: Whether a question can have a video.
         equal_cost: Each keep is a share of the unpatched visual tokens, averaged over the decoder's layers, and each
             method gets its own setting for this share (see equal_cost.py).
+        max_visual_tokens: Maximum number of tokens per image before a method selects tokens. None: no limit. The
+            baseline `downsample` then has one row, for the limit alone.
 
     Raises:
         OptionError: If a method or value is not valid.
@@ -84,12 +88,14 @@ class BenchPlan:
     several: bool = False
     videos: bool = False
     equal_cost: bool = False
+    max_visual_tokens: int | None = None
 
     def __post_init__(self) -> None:
         names = self.methods or tuple(name for name in tokenprune.available_methods() if self._fits(name))
         settings = {
             setting.to_text(): setting for setting in map(_setting, (*BASELINES, *names))
         }  # raises for unknown names
+        self._check_limit([setting for name, setting in settings.items() if name not in BASELINES])
         stacks = [name for name, setting in settings.items() if len(setting.names) > 1] if self.equal_cost else []
         if stacks:
             raise OptionError(
@@ -107,9 +113,22 @@ class BenchPlan:
         if not self.keeps or not self.seeds:
             raise OptionError("A benchmark needs at least one keep and one seed.")
 
+    def _check_limit(self, settings: Sequence[Setting]) -> None:
+        """Raise OptionError or BudgetError if these settings cannot run with `max_visual_tokens`."""
+        if self.max_visual_tokens is None:
+            return
+        if self.equal_cost:
+            raise OptionError("--equal-cost compares shares of all visual tokens. Leave out --max-visual-tokens.")
+        for setting in settings:
+            if is_escalation(setting):
+                raise OptionError(f"{ESCALATE} does not support --max-visual-tokens. Leave out one.")
+            check_limit(self.max_visual_tokens, setting.names)
+
     def _fits(self, name: str) -> bool:
         """Return True if a method can have another effect on these questions than the others."""
         info = tokenprune.method_info(name)
+        if self.max_visual_tokens is not None and info.cls.site is Site.PRE_ENCODER:
+            return False
         choosing = issubclass(info.cls, ImageChooser)
         is_own = info.cls.default_equals is None
         return is_own and (self.several or not choosing) and (self.videos or not info.for_videos)
@@ -120,12 +139,13 @@ class BenchPlan:
         return self._settings
 
     def rows(self) -> list[tuple[str, float | int]]:
-        """Return each (method, keep) to run. A method that drops no tokens has one keep."""
-        return [
-            (name, keep)
-            for name, setting in self.settings.items()
-            for keep in (self.keeps if self.equal_cost or not _removes_nothing(setting) else (1.0,))
-        ]
+        """Return each (method, keep) to run. A method that drops no tokens has one keep, and so has the limit."""
+        return [(name, keep) for name, setting in self.settings.items() for keep in self._get_keeps(setting)]
+
+    def _get_keeps(self, setting: Setting) -> tuple[float | int, ...]:
+        if self.max_visual_tokens is not None and setting.name == LIMITER:
+            return (self.max_visual_tokens,)
+        return self.keeps if self.equal_cost or not _removes_nothing(setting) else (1.0,)
 
     def passes(self, name: str, keep: float | int) -> list[Pass]:
         """Return the passes of a method at a keep: one per seed for a random method, else one."""
@@ -134,6 +154,8 @@ class BenchPlan:
             return [Pass(name, keep)]
         is_random = not is_escalation(setting) and setting.draws_at_random
         setting_at_keep = setting.with_keep(keep)
+        if self.max_visual_tokens is not None and setting.name != LIMITER:
+            setting_at_keep = replace(setting_at_keep, max_visual_tokens=self.max_visual_tokens)
         return [
             Pass(name, keep, seed, setting_at_keep.with_defaults({}, seed))
             for seed in (self.seeds if is_random else (None,))

@@ -174,6 +174,11 @@ class Results:
         return bool(self.header["plan"].get("equal_cost"))
 
     @property
+    def max_visual_tokens(self) -> int | None:
+        """Maximum number of tokens per image before methods select tokens, or None."""
+        return self.header["plan"].get("max_visual_tokens")
+
+    @property
     def groups(self) -> list[str]:
         """Groups beside the kinds (the grounds of videos), in order."""
         return list(dict.fromkeys(self.header.get("group_of_question", ())))

@@ -223,7 +223,14 @@ def _title(results: Results) -> str:
     base, env = results.baseline, results.header["environment"]
     data = results.header.get("data")
     asked = f"of {data['name']}" if data else f"on {base.questions // len(base.kinds)} images"
-    return f"{env['model']}: {base.questions} questions {asked}, {env['device']}, {_engine(env)}, {env['dtype']}"
+    title = f"{env['model']}: {base.questions} questions {asked}, {env['device']}, {_engine(env)}, {env['dtype']}"
+    return title + describe_limit(results)
+
+
+def describe_limit(results: Results) -> str:
+    """Return a clause about the maximum number of tokens per image, empty without a maximum."""
+    limit = results.max_visual_tokens
+    return "" if limit is None else f", methods get at most {limit} visual tokens per image"
 
 
 def _engine(env: dict[str, Any]) -> str:
@@ -282,4 +289,4 @@ def _skipped(results: Results) -> list[str]:
     return notes
 
 
-__all__ = ["FALLEN", "Cell", "Table", "build_tables", "to_markdown", "to_rich"]
+__all__ = ["FALLEN", "Cell", "Table", "build_tables", "describe_limit", "to_markdown", "to_rich"]

@@ -24,6 +24,7 @@ from tokenprune_bench.cli.common import (
     EngineArgsOption,
     FramesOption,
     MaxNewTokensOption,
+    MostOption,
     ServerOption,
     SkipBadOption,
     SplitOption,
@@ -67,6 +68,7 @@ def bench(
             "Methods without such a setting are skipped.",
         ),
     ] = False,
+    max_visual_tokens: MostOption = None,
     images: Annotated[
         int | None,
         typer.Option(
@@ -169,6 +171,7 @@ def bench(
         batch_size=batch_size,
         repeats=0 if evidence else repeats,
         equal_cost=equal_cost,
+        max_visual_tokens=max_visual_tokens,
     )
     check_output(json, html, plot)
     check_output_folder(run)

@@ -88,6 +88,8 @@ def _check_whole(run: Path, header: Mapping[str, Any], results: Sequence[Mapping
     """Raise RunError if the run is incomplete, or has no answers or no unpatched model."""
     if header.get("evidence_only"):
         raise RunError(f"{run} has no answers (--evidence). Run the benchmark without --evidence.")
+    if header["plan"].get("max_visual_tokens") is not None:
+        raise RunError(f"{run} limits the tokens of an image. Run the benchmark without --max-visual-tokens.")
     if not any(record.get("method") == UNPATCHED and record.get("record") == "result" for record in results):
         raise RunError(f"{run} lacks the row of the unpatched model. Run the same command to continue.")
     num_rows = sum(record.get("record") in ("result", "skipped") for record in results)

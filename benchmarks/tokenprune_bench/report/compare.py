@@ -40,8 +40,10 @@ def _asked(header: dict[str, Any]) -> tuple:
     # prefix of the same list.
     digest = (header.get("data") or {}).get("digest")
     asked = header.get("metric", "exact"), header["kinds"], list(header["kind_of_question"])
-    # At equal cost, a keep is averaged over layers and not comparable with other runs.
-    return digest, bool(header.get("evidence_only")), bool(header["plan"].get("equal_cost")), *asked
+    # At equal cost, a keep is averaged over layers. With a maximum per image, it is a share of that maximum.
+    plan = header["plan"]
+    keeps = bool(plan.get("equal_cost")), plan.get("max_visual_tokens")
+    return digest, bool(header.get("evidence_only")), *keeps, *asked
 
 
 def _table(runs: Sequence[Run]) -> Table:

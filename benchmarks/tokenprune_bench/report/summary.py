@@ -12,6 +12,7 @@ from tokenprune_bench.report.compare import group_by_questions
 from tokenprune_bench.report.verdict import RunVerdict, find_verdicts
 from tokenprune_bench.report.warnings import Level, find_warnings
 from tokenprune_bench.results import MARKS, UNPATCHED, Results, Row
+from tokenprune_bench.tables import describe_limit
 
 if TYPE_CHECKING:
     from tokenprune_bench.report.runs import Run
@@ -36,7 +37,7 @@ def build_summary_table(results: Results, max_rows: int = MAX_ROWS) -> Table:
     """Return a table of tokens, score, time to first token and KV cache per setting, without notes."""
     header = results.header
     unpatched_ms = results.unpatched_ms("ttft")
-    title = f"{header['environment']['model']}: {results.baseline.questions} questions"
+    title = f"{header['environment']['model']}: {results.baseline.questions} questions{describe_limit(results)}"
     keep_name = "target" if results.equal_cost else "keep"
     if results.evidence_only:
         columns = ("method", keep_name, "visual tokens", "prefill FLOPs", "evidence kept")

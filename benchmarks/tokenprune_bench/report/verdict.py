@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tokenprune.settings.max_visual_tokens import LIMITER
 from tokenprune_bench.metrics import METRICS
 from tokenprune_bench.paired import compare_paired
 from tokenprune_bench.point_changes import POINTS, count_decimals, format_change
@@ -177,7 +178,9 @@ def _lost(row: Row) -> float:
 
 def _setting(results: Results, row: Row) -> str:
     unit = " tokens" if isinstance(row.keep, int) and row.keep_text == str(row.keep) else ""
-    return f"{row.method} at {'target' if results.equal_cost else 'keep'} {row.keep_text}{unit}"
+    limit = results.max_visual_tokens
+    limited = "" if limit is None or row.method == LIMITER else f" with max_visual_tokens={limit}"
+    return f"{row.method} at {'target' if results.equal_cost else 'keep'} {row.keep_text}{unit}{limited}"
 
 
 def _tokens(results: Results, row: Row) -> str:

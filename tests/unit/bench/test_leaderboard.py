@@ -154,6 +154,7 @@ BROKEN: dict[str, tuple[Callable[[Records], Any], str]] = {
     "no unpatched row": (lambda lines: lines.pop(1), "lacks the row of the unpatched model"),
     "a row is missing": (lambda lines: lines.pop(4), "has 4 of 5 rows"),
     "no answers": (_other(0, evidence_only=True), "has no answers"),
+    "limited": (lambda lines: lines[0]["plan"].update(max_visual_tokens=64), "limits the tokens of an image"),
     "an answer is missing": (lambda lines: lines[4]["right"].append(lines[4]["right"].pop()[:-1]), "damaged"),
     "an answer is neither": (lambda lines: lines[4].update(right=["7" * QUESTIONS]), "neither 1"),
     "another number of questions": (_other(4, questions=10), "does not have 200 answers"),
