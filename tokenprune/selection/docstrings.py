@@ -30,9 +30,14 @@ class Docstring:
     @classmethod
     def from_class(cls, item: type) -> Docstring:
         """Parse the docstring that a class defines itself."""
+        return cls.from_text(vars(item).get("__doc__") or "")
+
+    @classmethod
+    def from_text(cls, text: str) -> Docstring:
+        """Parse the text of a docstring."""
         blocks: dict[str, list[str]] = {"": []}
         title = ""
-        for line in inspect.cleandoc(vars(item).get("__doc__") or "").splitlines():
+        for line in inspect.cleandoc(text).splitlines():
             if match := _SECTION.fullmatch(line):
                 title = match[1]
                 blocks[title] = []

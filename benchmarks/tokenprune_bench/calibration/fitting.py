@@ -17,6 +17,7 @@ from PIL import Image
 
 from tokenprune.errors import OptionError, require
 from tokenprune.methods.registry import available_methods, method_class
+from tokenprune.selection.docstrings import Docstring
 from tokenprune.selection.files import describe_error
 from tokenprune.selection.options import describe_type, get_file_options, matches_type
 from tokenprune.settings.one_line import parse_value
@@ -173,10 +174,25 @@ def fit_options(name: str) -> dict[str, tuple[Any, Any]]:
     return {option: (hints.get(option, Any), parameter.default) for option, parameter in parameters.items()}
 
 
+def describe_fit_options(name: str) -> dict[str, str]:
+    """Return each option of a method's `fit` with default and type, and its description from the docstring."""
+    options = fit_options(name)
+    doc = Docstring.from_text(inspect.getdoc(inspect.unwrap(method_class(name).fit)) or "")  # type: ignore[arg-type]
+    return {
+        f"{_format_option(option, default)}: {describe_type(hint)}": doc.args.get(option, "")
+        for option, (hint, default) in options.items()
+    }
+
+
 def format_fit_options(name: str) -> str:
     """Format the options of a method's `fit` with their defaults, as on a command line."""
-    options = [f"--{option.replace('_', '-')} {default}" for option, (_, default) in fit_options(name).items()]
+    options = [_format_option(option, default) for option, (_, default) in fit_options(name).items()]
     return ", ".join(options) or "(none)"
+
+
+def _format_option(option: str, default: Any) -> str:
+    value = ",".join(map(str, default)) if isinstance(default, tuple) and default else default
+    return f"--{option.replace('_', '-')} {value}"
 
 
 def _tell(step: Callable[[str, int, int], None], label: str, total: int, done: int) -> None:

@@ -27,14 +27,21 @@ def fit(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     dtype: DtypeOption = "auto",
+    show_help: Annotated[
+        bool, typer.Option("--help", help="Show this message, with NAME also the options of its fit.")
+    ] = False,
 ) -> None:
     """Fit a method to a model, on images without labels.
 
     Options of the method's `fit` follow the others, for example --keep 0.5,0.25.
+    `tokenprune fit NAME --help` lists them.
     """
+    console = get_console()
+    if show_help:
+        _print_help(context, name)
+        return
     from tokenprune_bench.calibration.fitting import FitSamples, Fitter, format_fit_options, list_fittable
 
-    console = get_console()
     if name is None:
         if context.args or out or images or data or model:
             raise OptionError(f"name the method to fit: one of {', '.join(list_fittable())}")
@@ -56,8 +63,33 @@ def fit(
     console.print(f"written: {out}", markup=False, soft_wrap=True)
 
 
-# Each method's `fit` has options of its own.
-fit.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
+# Each method's `fit` has options of its own, which `--help` lists.
+fit.context_settings = {  # type: ignore[attr-defined]
+    "allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []
+}  # fmt: skip
+
+
+def _print_help(context: typer.Context, name: str | None) -> None:
+    """Print the help of the command, and the options of a method's `fit`."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    options = {}
+    if name is not None:
+        from tokenprune_bench.calibration.fitting import describe_fit_options
+
+        options = describe_fit_options(name)  # raises for a method without a `fit`
+    help_text = context.get_help()  # typer prints it, and returns an empty text
+    console = get_console()
+    if help_text:
+        console.print(help_text, markup=False)
+    if name is not None:
+        console.print(
+            f"Options of the fit of {name}:" if options else f"The fit of {name} has no options.", markup=False
+        )
+    for option, description in options.items():
+        console.print(Text(f"  {option}", style="bold"))
+        console.print(Padding(Text(description), (0, 0, 0, 4)))
 
 
 def _options(arguments: Sequence[str]) -> dict[str, str | bool]:

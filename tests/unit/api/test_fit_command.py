@@ -20,7 +20,7 @@ from tests.unit.api.test_cli import call, refused
 from tokenprune import OptionError, Pruner, cli
 from tokenprune.methods import registry
 from tokenprune_bench import calibration
-from tokenprune_bench.calibration import Thresholds
+from tokenprune_bench.calibration import Thresholds, fitting
 from tokenprune_bench.calibration.fitting import fit_options, list_fittable
 
 seen: dict[str, Any] = {}
@@ -213,3 +213,16 @@ def test_a_folder_that_is_absent_is_named_before_the_model_is_loaded(tmp_path: P
     arguments = ["fit", "fitprune", "--model", str(tmp_path / "no_model"), "--images", str(tmp_path / "no_images")]
     done = CliRunner().invoke(cli.app, [*arguments, "--out", str(tmp_path / "made.safetensors")])
     assert done.exit_code == 2 and "no_images' is not a folder" in done.stderr
+
+
+def test_help_of_a_method_describes_the_options_of_its_fit() -> None:
+    output = call("fit", "learned", "--help").stdout
+    for text in ("--data", "Options of the fit of learned:", "--keep 0.25,0.11: ", "--target attention: 'attention', "):
+        assert text in output
+    options = fit_options("learned")
+    described = fitting.describe_fit_options("learned")
+    assert len(described) == len(options) and all(described.values())
+    assert "--power 1.0: a number" in call("fit", "theirs", "--help").stdout  # a fit without a docstring
+    assert "The fit of fitprune has no options." in call("fit", "fitprune", "--help").stdout
+    assert "Options of the fit" not in call("fit", "--help").stdout
+    assert "'dart' cannot be fitted" in refused("fit", "dart", "--help")
