@@ -13,9 +13,12 @@ from tokenprune_bench.paired import Answers, compare_paired
 
 PAGE = Path(__file__).parents[3] / "docs/results/methods.md"
 _ABOUT = (
-    "First row: correct in %. Other rows: gains over `divprune`, or `cdpruner`, in points, bold if the 95 % interval "
-    "excludes 0. By `python benchmarks/experiments/learned.py`; [raw data](../../benchmarks/results/learned.jsonl)."
+    "First row: correct in %. Other rows: gains over `divprune`, or the method after the minus, in points, bold if the "
+    "95 % interval excludes 0. By `python benchmarks/experiments/learned.py`; "
+    "[raw data](../../benchmarks/results/learned.jsonl)."
 )
+# Heads that are also compared with the strongest training-free method.
+_COMPARED = ("learned attention question, diversity 1", "learned attention, diversity 1", "learned gradient question")
 BEGIN, END = "<!-- learned:begin (python benchmarks/experiments/learned.py page) -->", "<!-- learned:end -->"
 
 
@@ -27,7 +30,7 @@ def write_page(raw: Path) -> None:
 
 
 def format_model(name: str, rows: list[dict[str, Any]]) -> str:
-    """Return the paragraph and the table of a model: gains over divprune, and of the default target over cdpruner."""
+    """Return the paragraph and the table of a model: gains over divprune, and over the strongest other method."""
     results = {(row["setting"], row["keep"]): row["right"] for row in rows
                if row["record"] == "result" and row["model"] == name}  # fmt: skip
     keeps = sorted({keep for label, keep in results if label == "divprune"}, reverse=True)
@@ -45,19 +48,18 @@ def format_model(name: str, rows: list[dict[str, Any]]) -> str:
         + " | ".join(", ".join(_share(results["divprune", keep][part]) for part in parts) for keep in keeps)
         + " |",
     ]
-    for baseline in ("divprune", "cdpruner"):
+    strongest = _find_strongest(results, keeps)
+    for baseline in ("divprune", strongest):
         for label in labels:
-            if baseline == "cdpruner" and not (label.startswith("learned attention") and label.endswith("diversity 1")):
+            if baseline == strongest and not label.startswith(_COMPARED):
                 continue
             cells = []
             for keep in keeps:
-                right, other = results.get((label, keep)), results[baseline, keep]
-                cells.append("" if right is None else ", ".join(_gain(right[part], other[part]) for part in parts))
-            short = (
-                label.replace(", diversity 1", "").replace(", diversity 0", ", scores only").removeprefix("learned ")
-            )
-            shown = short if label.startswith("learned") else f"`{label}`"
-            lines.append(f"| {shown}{' - `cdpruner`' * (baseline == 'cdpruner')} | " + " | ".join(cells) + " |")
+                right, other = results.get((label, keep)), results.get((baseline, keep))
+                is_known = right is not None and other is not None
+                cells.append(", ".join(_gain(right[part], other[part]) for part in parts) if is_known else "")
+            versus = f" - `{baseline}`" if baseline == strongest else ""
+            lines.append(f"| {_shorten(label)}{versus} | " + " | ".join(cells) + " |")
     for row in rows:
         if row["record"] == "time" and row["model"] == name:
             learned, cdpruner = row["ratios"]["learned question, diversity 1"], row["ratios"]["cdpruner"]
@@ -66,6 +68,20 @@ def format_model(name: str, rows: list[dict[str, Any]]) -> str:
                 f"CPU time of the choice ({row['tokens']} tokens): {learned} x `divprune`; `cdpruner` {cdpruner} x.",
             ]
     return "\n".join(lines)
+
+
+def _find_strongest(results: dict[tuple[str, float], dict[str, str]], keeps: list[float]) -> str:
+    """Return the training-free method besides divprune with the most right answers to trained kinds, over all keeps."""
+    excluded = ("learned", "divprune", "unpatched")
+    labels = dict.fromkeys(label for label, _ in results if not label.startswith(excluded))
+    free = [label for label in labels if all((label, keep) in results for keep in keeps)]
+    return max(free, key=lambda label: sum(results[label, keep]["trained kinds"].count("1") for keep in keeps))
+
+
+def _shorten(label: str) -> str:
+    if not label.startswith("learned "):
+        return f"`{label}`"
+    return label.replace(", diversity 1", "").replace(", diversity 0", ", scores only").removeprefix("learned ")
 
 
 def _share(right: str) -> str:

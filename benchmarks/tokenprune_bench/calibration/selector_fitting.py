@@ -43,8 +43,8 @@ def fit_learned(
         keep: One share in (0, 1), or several. The result states the importance of the tokens with the highest scores
             at each. "topk" draws one of them for each step.
         target: Importance that the head learns: "attention" of the answer to each visual token, "gradient" of the
-            answer's loss with respect to the token's gate, or "topk", the loss under random soft gates. Only
-            "attention" was measured on held-out questions.
+            answer's loss with respect to the token's gate, or "topk", the loss under random soft gates. On
+            held-out questions of other kinds than the samples, "topk" loses most (docs/results/methods.md).
         use_question: Let the head read the mean embedding of the question. vLLM does not serve such a head.
         minutes: Time limit. The fit is deterministic if it ends before.
         epochs: Passes over the samples.
