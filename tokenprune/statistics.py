@@ -275,7 +275,7 @@ class Stats:
             + (f"padding {self.padding_share:.1%}, " if self.padding_share else "")
             + (f"attention in {self.attention_blocks} blocks, " if self.attention_blocks else "")
             + self._guard()
-            + self._feature_cache()
+            + self._format_feature_cache()
             + f"overhead {'unknown' if self.overhead_ms is None else f'{self.overhead_ms:.2f} ms'})"
         )
 
@@ -284,7 +284,7 @@ class Stats:
         risky, raised = (sum(bool(getattr(row, name)) for row in rows) for name in ("risks", "raised"))
         return f"guard: {risky} of {len(rows)} rows at risk, {raised} raised, " if risky else ""
 
-    def _feature_cache(self) -> str:
+    def _format_feature_cache(self) -> str:
         counts = self.feature_cache
         return "" if counts is None else f"feature cache: {counts.hits} hits, {counts.misses} misses, "
 

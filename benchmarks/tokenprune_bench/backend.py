@@ -151,7 +151,7 @@ class HfBackend:
             yield lambda first, batch: answer_with_escalation(self.subject, batch, setting.keep)
             return
         with patched_by(self.subject, setting, self._videos, record=self._looks):
-            yield lambda first, batch: self._answer(setting, self._inputs(setting, first, batch), batch)
+            yield lambda first, batch: self._answer(setting, self._get_inputs(setting, first, batch), batch)
 
     def timing(
         self,
@@ -194,7 +194,7 @@ class HfBackend:
             record[EVIDENCE] = compute_batch_recalls(self.subject, inputs, batch, cost.cuts)
         return answers, record
 
-    def _inputs(self, setting: Setting | None, first: int, batch: list[Any]) -> dict[str, Any]:
+    def _get_inputs(self, setting: Setting | None, first: int, batch: list[Any]) -> dict[str, Any]:
         if any(method.site is Site.PRE_ENCODER for method in get_methods(setting)):
             return self._asked(batch)  # the method has replaced the processor
         key = first, id(batch[0])  # a control has other inputs under the same index

@@ -174,27 +174,30 @@ def load_data(
     folder, rows = read_rows(path, split)
     for where, row in islice(rows, limit or None):
         try:
-            questions.append(_question(where, row, folder, dict(columns or {}), frames))
+            questions.append(_parse_question(where, row, folder, dict(columns or {}), frames))
         except RowError as error:
             bad.append((where, str(error)))
     skipped = [f"{where}: {reason}" for where, reason in bad]
     if bad and not skip_bad:
         count = f"{len(bad)} bad row{'s' if len(bad) > 1 else ''}"
-        raise DataError(f"{path} has {count} (--skip-bad skips them): {_alike(bad)}")
+        raise DataError(f"{path} has {count} (--skip-bad skips them): {_format_bad_rows(bad)}")
     if not questions:
-        raise _nothing_left(path, skipped)
-    return Data(path.resolve().name, questions, skipped, _notes(questions))
+        raise _build_empty_error(path, skipped)
+    return Data(path.resolve().name, questions, skipped, _describe_animated_images(questions))
 
 
-def _notes(questions: Sequence[Question]) -> tuple[str, ...]:
+def _describe_animated_images(questions: Sequence[Question]) -> tuple[str, ...]:
     """Return a note on animated images. Only their first frame is read."""
     animated = [question.where for question in questions if any(map(is_animated, question.sources))]
     if not animated:
         return ()
-    return (f'{_named(animated)}: an animated image is read as its first frame. Name it "video" to read all frames.',)
+    return (
+        f"{_format_row_names(animated)}: an animated image is read as its first frame. "
+        'Name it "video" to read all frames.',
+    )
 
 
-def _nothing_left(name: Path | str, skipped: Sequence[str]) -> DataError:
+def _build_empty_error(name: Path | str, skipped: Sequence[str]) -> DataError:
     why = f": all {len(skipped)} rows are bad, {skipped[0]}" if skipped else ""
     return DataError(f"{name} has no questions{why}")
 
@@ -223,7 +226,7 @@ def read_columns(text: str) -> dict[str, str]:
 
 def find_misfits(questions: Sequence[Question], processor: Any) -> list[tuple[int, str]]:
     """Return (index, reason) of questions that do not fit the processor: videos, or texts with placeholders."""
-    no_videos, marks = getattr(processor, "video_processor", None) is None, _marks(processor)
+    no_videos, marks = getattr(processor, "video_processor", None) is None, _list_placeholder_tokens(processor)
     reasons = []
     for index, question in enumerate(questions):
         mark = next((mark for mark in marks if mark in question.question), None)
@@ -249,8 +252,8 @@ def drop_questions(data: Data, unfit: Sequence[tuple[int, str]]) -> Data:
     skipped = sorted([*data.skipped, *lines], key=lambda line: int(line.partition(":")[0].split()[-1]))
     questions = [question for index, question in enumerate(data.questions) if index not in reasons]
     if not questions:
-        raise _nothing_left(data.name, skipped)
-    return Data(data.name, questions, skipped, _notes(questions))
+        raise _build_empty_error(data.name, skipped)
+    return Data(data.name, questions, skipped, _describe_animated_images(questions))
 
 
 def check_questions(questions: Iterable[Question], processor: Any) -> None:
@@ -268,7 +271,7 @@ def raise_for_misfits(questions: Sequence[Any], unfit: Sequence[tuple[int, str]]
     if unfit:
         bad = [(getattr(questions[index], "where", f"question {index}"), reason) for index, reason in unfit]
         message = f"{len(bad)} of {len(questions)} questions do not fit this model"
-        raise DataError(f"{message} (--skip-bad skips them): {_alike(bad)}")
+        raise DataError(f"{message} (--skip-bad skips them): {_format_bad_rows(bad)}")
 
 
 def find_refused_images(questions: Sequence[Any], takes: Callable[[Image.Image], Any]) -> list[tuple[int, str]]:
@@ -280,15 +283,15 @@ def find_refused_images(questions: Sequence[Any], takes: Callable[[Image.Image],
         questions: Questions with image sources.
         takes: Passes a blank image to the processor, and raises DataError if it is rejected.
     """
-    sizes = [_sizes(question) for question in questions]
+    sizes = [_get_image_sizes(question) for question in questions]
     known = set().union(*sizes)
     if not known:
         return []
     orders = (lambda size: size[0] / size[1], lambda size: size[0] * size[1])
     ends = {pick(known, key=order) for order in orders for pick in (min, max)}
-    reasons = _refused(ends, takes)
+    reasons = _find_refused_sizes(ends, takes)
     if reasons:
-        reasons |= _refused(known - ends, takes)
+        reasons |= _find_refused_sizes(known - ends, takes)
     first_refused = (
         (index, next((size for size in sizes_of_question if size in reasons), None))
         for index, sizes_of_question in enumerate(sizes)
@@ -296,7 +299,9 @@ def find_refused_images(questions: Sequence[Any], takes: Callable[[Image.Image],
     return [(index, f"has an image of {size[0]} x {size[1]}: {reasons[size]}") for index, size in first_refused if size]
 
 
-def _refused(sizes: Iterable[tuple[int, int]], takes: Callable[[Image.Image], Any]) -> dict[tuple[int, int], str]:
+def _find_refused_sizes(
+    sizes: Iterable[tuple[int, int]], takes: Callable[[Image.Image], Any]
+) -> dict[tuple[int, int], str]:
     reasons = {}
     for size in sizes:
         try:
@@ -307,7 +312,7 @@ def _refused(sizes: Iterable[tuple[int, int]], takes: Callable[[Image.Image], An
     return reasons
 
 
-def _sizes(question: Any) -> set[tuple[int, int]]:
+def _get_image_sizes(question: Any) -> set[tuple[int, int]]:
     """Return the sizes of a question's image files. Unreadable files are reported by other checks."""
     try:
         return {get_image_size(source) for source in getattr(question, "sources", ()) if isinstance(source, Source)}
@@ -315,7 +320,7 @@ def _sizes(question: Any) -> set[tuple[int, int]]:
         return set()
 
 
-def _marks(processor: Any) -> list[str]:
+def _list_placeholder_tokens(processor: Any) -> list[str]:
     """Return the placeholder tokens of images, videos and audio."""
     kinds = ("image", "video", "audio")
     marks = {getattr(processor, name, None) for name in ("boi_token", *(f"{kind}_token" for kind in kinds))}
@@ -326,25 +331,25 @@ def _marks(processor: Any) -> list[str]:
     return sorted(mark for mark in marks if isinstance(mark, str) and mark)
 
 
-def _alike(bad: list[tuple[str, str]]) -> str:
+def _format_bad_rows(bad: list[tuple[str, str]]) -> str:
     """Format bad rows, grouped by reason."""
     rows_by_reason: dict[str, list[str]] = {}
     for where, reason in bad:
         rows_by_reason.setdefault(reason, []).append(where)
-    return _first([f"{_named(rows)}: {reason}" for reason, rows in rows_by_reason.items()])
+    return _join_first_messages([f"{_format_row_names(rows)}: {reason}" for reason, rows in rows_by_reason.items()])
 
 
-def _named(rows: list[str]) -> str:
+def _format_row_names(rows: list[str]) -> str:
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     return ", ".join(rows[:_SHOWN]) + more
 
 
-def _first(messages: list[str]) -> str:
+def _join_first_messages(messages: list[str]) -> str:
     more = f"; and {len(messages) - _SHOWN} more" if len(messages) > _SHOWN else ""
     return "; ".join(messages[:_SHOWN]) + more
 
 
-def _question(where: str, row: Any, folder: Path, columns: dict[str, str], frames: int) -> Question:
+def _parse_question(where: str, row: Any, folder: Path, columns: dict[str, str], frames: int) -> Question:
     if isinstance(row, RowError):
         raise row
     if not isinstance(row, dict):
@@ -364,7 +369,7 @@ def _question(where: str, row: Any, folder: Path, columns: dict[str, str], frame
     kind = row.get("kind", DEFAULT_KIND)
     if not isinstance(kind, str):
         raise RowError(f"kind must be a string, not {shorten(kind)}")
-    answers = _answers(row)
+    answers = _parse_answers(row)
     value = row[media_columns[0]]
     if "images" in row and not (isinstance(value, list) and value):
         hint = ' (use "image" for one image)' if isinstance(value, (str, dict)) else ""
@@ -385,7 +390,7 @@ def _question(where: str, row: Any, folder: Path, columns: dict[str, str], frame
     return Question(where, row["question"], answers, kind, sources)
 
 
-def _answers(row: dict[str, Any]) -> tuple[str, ...]:
+def _parse_answers(row: dict[str, Any]) -> tuple[str, ...]:
     if ("answer" in row) == ("answers" in row):
         raise RowError("needs either answer or answers")
     answers = row["answers"] if "answers" in row else [row["answer"]]

@@ -25,17 +25,17 @@ def get_default_images(model: str | None) -> int:
     """Return the default number of held-out images, videos or prompts. None selects the first model."""
     from tokenprune_bench.plan import DEFAULT_IMAGES  # imports torch, which shell completion must not do
 
-    count: int = _of(model, "SAMPLES", DEFAULT_IMAGES)
+    count: int = _get_table_entry(model, "SAMPLES", DEFAULT_IMAGES)
     return count
 
 
 def get_default_set(model: str | None) -> str:
     """Return the default question set for a model. None selects the first shipped model."""
-    name: str = _of(model, "SETS", "images")
+    name: str = _get_table_entry(model, "SETS", "images")
     return name
 
 
-def _of(model: str | None, table: str, default: Any) -> Any:
+def _get_table_entry(model: str | None, table: str, default: Any) -> Any:
     """Return the model's entry in a table of tokenprune-demo, or the default."""
     if model not in SHIPPED:
         return default

@@ -37,14 +37,14 @@ def solve_setting(setting: Setting, share: float) -> Setting:
     if isinstance(method, EncoderMethod) and method.inexact and "exact" in get_option_types(type(method)):
         options = {"exact": True}
         method = dataclasses.replace(method, **options)
-    why = why or _no_promise(method)
+    why = why or _explain_inexact_count(method)
     if why:
         raise BudgetError(f"{name} has no setting for a layer average of {share:g}: {why}.")
     keep = {"average_share": share} if method.site in _INSIDE else share
     return dataclasses.replace(setting, options=(options_of_setting | options,), keep=keep)
 
 
-def _no_promise(method: Method) -> str | None:
+def _explain_inexact_count(method: Method) -> str | None:
     """Return why no setting of a method guarantees its number of tokens, or None."""
     if not method.removes:
         return "it removes no tokens"

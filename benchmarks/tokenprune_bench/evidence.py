@@ -97,14 +97,14 @@ def find_evidence_tokens(
         for image, (left, top, right, bottom) in look:
             grid_index = image // step
             (height, width), (across, down) = grids[grid_index], sizes[image]
-            rows = _covered(top / down * height, bottom / down * height, height)
-            columns = _covered(left / across * width, right / across * width, width)
+            rows = _find_covered_cells(top / down * height, bottom / down * height, height)
+            columns = _find_covered_cells(left / across * width, right / across * width, width)
             mask[(starts[grid_index] + rows[:, None] * width + columns).ravel()] = True
         masks.append(mask)
     return masks
 
 
-def _covered(begin: float, end: float, count: int) -> np.ndarray:
+def _find_covered_cells(begin: float, end: float, count: int) -> np.ndarray:
     """Return the cells in [0, count) with centres between `begin` and `end`, or else the cell of the midpoint."""
     first, last = max(0, math.ceil(begin - 0.5)), min(count, math.floor(end - 0.5) + 1)
     return np.arange(first, last) if first < last else np.array([min(count - 1, int((begin + end) / 2))])
@@ -127,7 +127,7 @@ def compute_batch_recalls(
         return [None] * len(questions)
     shown = [question.video if question.is_video else question.images for question in questions]
     try:
-        grids = _grids(subject, inputs, shown, questions[0].is_video)
+        grids = _split_grids(subject, inputs, shown, questions[0].is_video)
     except UnsupportedSetupError:
         return [None] * len(questions)
     visual = sum(mask.int() for mask in subject.adapter.visual_mask(inputs).values()).bool().tolist()
@@ -143,7 +143,9 @@ def compute_batch_recalls(
     return recalls
 
 
-def _grids(subject: Model, inputs: dict[str, Any], shown: Sequence[Sequence[Any]], video: bool) -> list[list[Grid]]:
+def _split_grids(
+    subject: Model, inputs: dict[str, Any], shown: Sequence[Sequence[Any]], video: bool
+) -> list[list[Grid]]:
     """Return the grids of each row's images, or of the frames of the video."""
     from tokenprune_bench.show.grids import get_grids
 

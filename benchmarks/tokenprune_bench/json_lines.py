@@ -32,7 +32,7 @@ class JsonLinesWriter:
                 self._file.seek(start)
                 self._file.truncate()
         except OSError as error:
-            raise self._error(error) from error
+            raise self._build_error(error) from error
 
     def write(self, *records: dict[str, Any]) -> None:
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
@@ -40,9 +40,9 @@ class JsonLinesWriter:
             self._file.write(text.encode())
             self._file.flush()
         except OSError as error:
-            raise self._error(error) from error
+            raise self._build_error(error) from error
 
-    def _error(self, error: OSError) -> RunError:
+    def _build_error(self, error: OSError) -> RunError:
         return RunError(f"Cannot write {self.path}: {error.strerror or error}. Earlier records are kept.")
 
     def __enter__(self) -> JsonLinesWriter:
@@ -55,7 +55,7 @@ class JsonLinesWriter:
             self._file.close()
         except OSError as error:  # closing retries a failed write
             if error_type is None:
-                raise self._error(error) from error
+                raise self._build_error(error) from error
 
 
 def read_lines(path: Path) -> list[tuple[dict[str, Any], int]]:

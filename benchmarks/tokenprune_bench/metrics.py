@@ -77,17 +77,17 @@ def vqa(predictions: Sequence[str], accepted: Sequence[Answers]) -> list[float]:
         - With fewer than four answers, one that agrees is enough; the formula could never reach 1.
         - On 20,000 random answers, lmms-eval's TextVQA accuracy differs only for words with apostrophes.
     """
-    return [_vqa(prediction, answers) for prediction, answers in zip(predictions, accepted, strict=True)]
+    return [_compute_vqa(prediction, answers) for prediction, answers in zip(predictions, accepted, strict=True)]
 
 
-def _vqa(prediction: str, answers: Answers) -> float:
-    agree = [_spoken(answer) == _spoken(prediction) for answer in answers]
+def _compute_vqa(prediction: str, answers: Answers) -> float:
+    agree = [_normalize_vqa_text(answer) == _normalize_vqa_text(prediction) for answer in answers]
     if len(answers) < 4:
         return float(any(agree))
     return sum(min(1.0, (sum(agree) - agrees) / 3) for agrees in agree) / len(agree)
 
 
-def _spoken(text: str) -> str:
+def _normalize_vqa_text(text: str) -> str:
     text = text.lower().replace("'", "").replace("’", "")
     text = re.sub(r"(?<=\d),(?=\d)", "", text)
     text = re.sub(r"\.(?!\d)", "", text).translate(_BLANKS)
@@ -146,14 +146,14 @@ def f1(prediction: str, answer: str) -> float:
     Source:
         Rajpurkar et al., "SQuAD" (arXiv 1606.05250), section 6.1. Equal to `compute_f1` of transformers.
     """
-    ours, theirs = _words(prediction), _words(answer)
+    ours, theirs = _split_words(prediction), _split_words(answer)
     if not ours or not theirs:
         return float(ours == theirs)
     common = sum((Counter(ours) & Counter(theirs)).values())
     return 2 * common / (len(ours) + len(theirs))
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return [word for word in text.split() if word not in _ARTICLES]
 

@@ -93,7 +93,7 @@ class BenchPlan:
     def __post_init__(self) -> None:
         names = self.methods or tuple(name for name in tokenprune.available_methods() if self._fits(name))
         settings = {
-            setting.to_text(): setting for setting in map(_setting, (*BASELINES, *names))
+            setting.to_text(): setting for setting in map(_parse_setting, (*BASELINES, *names))
         }  # raises for unknown names
         self._check_limit([setting for name, setting in settings.items() if name not in BASELINES])
         stacks = [name for name, setting in settings.items() if len(setting.names) > 1] if self.equal_cost else []
@@ -162,7 +162,7 @@ class BenchPlan:
         ]
 
 
-def _setting(method: str | Setting) -> Setting:
+def _parse_setting(method: str | Setting) -> Setting:
     if isinstance(method, Setting):
         return method
     return build_escalation(1.0) if method == ESCALATE else Setting.from_text(method).validate()

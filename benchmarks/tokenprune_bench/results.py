@@ -216,16 +216,16 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     try:
         if path.is_dir():
-            return _checked(path, [record for record, _ in read_lines(path / RESULTS)])
+            return _check_records(path, [record for record, _ in read_lines(path / RESULTS)])
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise TokenPruneError(f"Cannot read {path}: {error.strerror or error}.") from error
     except ValueError as error:
         raise TokenPruneError(f"{path} is not a file of JSON lines: {error}.") from error
-    return _checked(path, records)
+    return _check_records(path, records)
 
 
-def _checked(path: Path, records: list[Any]) -> list[dict[str, Any]]:
+def _check_records(path: Path, records: list[Any]) -> list[dict[str, Any]]:
     if not records or not isinstance(records[0], dict) or records[0].get("record") != "header":
         raise TokenPruneError(f"{path} was not written by `tokenprune bench`: its first line is not a header.")
     if records[0].get("schema") != SCHEMA:
@@ -245,16 +245,18 @@ def summarise(records: Iterable[dict[str, Any]]) -> Results:
     base = next((record for record in results if record["method"] == UNPATCHED), None)
     if base is None:
         raise TokenPruneError("The records lack a result of the unpatched model.")
-    places, metric = _places(header), METRICS[header.get("metric", "exact")]
+    places, metric = _find_kind_places(header), METRICS[header.get("metric", "exact")]
     answers = {id(record): get_answers(record, metric.right is not None) for record in results}
     before = {kind: compute_share(answers[id(base)], places[kind]).value for kind in places}
     rivals = {
         (record["method"], record["keep"]): answers[id(record)] for record in results if record["method"] in MARKS
     }
     results = [base, *(record for record in results if record is not base)]
-    groups = _places_of_groups(header)
-    rows = [_row(record, answers[id(record)], places, groups, before, rivals, answers[id(base)]) for record in results]
-    controls = [_control(record, places) for record in rest if record["record"] == "control"]
+    groups = _find_group_places(header)
+    rows = [
+        _build_row(record, answers[id(record)], places, groups, before, rivals, answers[id(base)]) for record in results
+    ]
+    controls = [_build_control(record, places) for record in rest if record["record"] == "control"]
     skipped = [record for record in rest if record["record"] == "skipped"]
     answers_by_setting = {(record["method"], record["keep"]): answers[id(record)] for record in results}
     return Results(header, rows, skipped, controls, answers_by_setting)
@@ -286,21 +288,21 @@ def get_answers(record: dict[str, Any], binary: bool) -> Answers:
     return Answers(get_scores(record), record["right"] if binary else None, "scores" in record)
 
 
-def _places(header: dict[str, Any]) -> dict[str, list[int]]:
+def _find_kind_places(header: dict[str, Any]) -> dict[str, list[int]]:
     """Return the question indices of each kind. Kinds without questions are left out."""
     asked = header["kind_of_question"]
     places = {kind: [i for i, k in enumerate(asked) if k == f"{n}"] for n, kind in enumerate(header["kinds"])}
     return {kind: indices for kind, indices in places.items() if indices}
 
 
-def _places_of_groups(header: dict[str, Any]) -> dict[str, list[int]]:
+def _find_group_places(header: dict[str, Any]) -> dict[str, list[int]]:
     places: dict[str, list[int]] = {}
     for index, group in enumerate(header.get("group_of_question", ())):
         places.setdefault(group, []).append(index)
     return places
 
 
-def _control(record: dict[str, Any], places: dict[str, list[int]]) -> ControlAnswers:
+def _build_control(record: dict[str, Any], places: dict[str, list[int]]) -> ControlAnswers:
     answers = Answers(
         [[float(chance_of_kind) for chance_of_kind in answers_of_seed] for answers_of_seed in record["right"]],
         record["right"],
@@ -309,7 +311,7 @@ def _control(record: dict[str, Any], places: dict[str, list[int]]) -> ControlAns
     return ControlAnswers(record["control"], {kind: compute_share(answers, places[kind]) for kind in chance}, chance)
 
 
-def _evidence(record: dict[str, Any], places: dict[str, list[int]]) -> dict[str, float]:
+def _compute_evidence_recall(record: dict[str, Any], places: dict[str, list[int]]) -> dict[str, float]:
     """Return the mean evidence recall of each set of questions, and of all questions (""), over all seeds."""
     if "evidence" not in record:
         return {}
@@ -332,7 +334,7 @@ def compute_share(answers: Answers, indices: list[int] | None = None) -> ScoreSh
     return ScoreShare(float(means.mean()), *bootstrap(means))
 
 
-def _row(
+def _build_row(
     record: dict[str, Any],
     answers: Answers,
     places: dict[str, list[int]],
@@ -367,15 +369,15 @@ def _row(
         stats=record["stats"],
         timing=record.get("timing"),
         differences=against,
-        hard=_hard(answers, base, None if name == UNPATCHED else rivals.get(("downsample", keep))),
+        hard=_compute_hard(answers, base, None if name == UNPATCHED else rivals.get(("downsample", keep))),
         groups={group: compute_share(answers, indices) for group, indices in groups.items()},
-        evidence=_evidence(record, places | groups),
+        evidence=_compute_evidence_recall(record, places | groups),
         setting=record.get("setting"),
         loyalty=ScoreShare(*pooled_interval(record["same"])) if "same" in record else None,
     )
 
 
-def _hard(answers: Answers, base: Answers, downsample: Answers | None) -> Hard | None:
+def _compute_hard(answers: Answers, base: Answers, downsample: Answers | None) -> Hard | None:
     if downsample is None or downsample.right is None:
         return None
     places = [index for index, right in enumerate(downsample.right[0]) if right == "0"]
@@ -394,10 +396,10 @@ def compute_marks(method: str, keep: float | int, ours: Answers, rivals: dict[tu
     if method == UNPATCHED:
         return ()
     candidates = ((name, mark, rivals[name, keep]) for name, mark in MARKS.items() if (name, keep) in rivals)
-    return tuple(mark for name, mark, theirs in candidates if name != method and not _better(ours, theirs))
+    return tuple(mark for name, mark, theirs in candidates if name != method and not _is_better(ours, theirs))
 
 
-def _better(ours: Answers, theirs: Answers) -> bool:
+def _is_better(ours: Answers, theirs: Answers) -> bool:
     if ours.right is None or theirs.right is None:
         return is_better_graded(ours, theirs)
     return is_better(ours.right, theirs.right)

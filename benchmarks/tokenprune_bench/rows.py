@@ -36,19 +36,19 @@ def read_rows(path: Path, split: str | None) -> tuple[Path, Iterator[tuple[str, 
     if path.is_dir():
         names = {file.name for file in path.iterdir()}
         files = sorted(path.glob("*.jsonl"))
-        if names & {*_SAVED, *_FOLDERS} or (not files and _parquets(path)):
-            return path, _stored(path, split)
+        if names & {*_SAVED, *_FOLDERS} or (not files and _find_parquets(path)):
+            return path, _iter_dataset(path, split)
         if len(files) != 1:
             count = f"{len(files)} files with JSON lines (*.jsonl); name one" if files else "no file with JSON lines"
             raise DataError(f"{path} is not a `datasets` folder and has {count}.")
         (path,) = files
     kind = path.suffix.lower()
     if kind == ".parquet":
-        return path.parent, _stored(path, split)
-    return path.parent, _table(path, _TABLES[kind]) if kind in _TABLES else _json(path)
+        return path.parent, _iter_dataset(path, split)
+    return path.parent, _iter_table(path, _TABLES[kind]) if kind in _TABLES else _iter_json(path)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -57,10 +57,10 @@ def _text(path: Path) -> str:
         raise DataError(f"Cannot read {path}: {error.strerror or error}.") from error
 
 
-def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    text = _text(path)
+def _iter_json(path: Path) -> Iterator[tuple[str, Any]]:
+    text = _read_text(path)
     if path.suffix.lower() == ".json" and text.lstrip()[:1] == "[":
-        rows = _parsed(text)
+        rows = _parse_json(text)
         if isinstance(rows, RowError):
             raise DataError(f"Cannot read {path}: {rows}.")
         for index, row in enumerate(rows):
@@ -68,19 +68,19 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
         return
     for index, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield f"line {index}", _parsed(line)
+            yield f"line {index}", _parse_json(line)
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         return RowError(f"not valid JSON: {error}")
 
 
-def _table(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
+def _iter_table(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
     """Yield rows of a table as texts: the answer "007" is not converted to 7. Empty cells are left out."""
-    lines = _text(path).split("\n")
+    lines = _read_text(path).split("\n")
     table = csv.reader((line + "\n" for line in lines), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     start = 1  # a row can span several lines
@@ -97,18 +97,18 @@ def _table(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
                 row: dict[str, Any] = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
                 for name in _LISTS:
                     if name in row:
-                        row[name] = _parsed(row[name])
+                        row[name] = _parse_json(row[name])
                 yield where, row
     except csv.Error as error:
         raise DataError(f"Cannot read line {start} of {path}: {error}.") from error
 
 
-def _parquets(folder: Path) -> list[Path]:
+def _find_parquets(folder: Path) -> list[Path]:
     """Return Parquet files in the locations that hub data sets use."""
     return [*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]
 
 
-def _stored(path: Path, split: str | None) -> Iterator[tuple[str, Any]]:
+def _iter_dataset(path: Path, split: str | None) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError as error:

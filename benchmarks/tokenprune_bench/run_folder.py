@@ -91,11 +91,11 @@ class RunFolder:
         Args:
             key: Plain values that identify the pass.
         """
-        return self._batches.get(_key(key), {})
+        return self._batches.get(_format_key(key), {})
 
     def add_batch(self, key: dict[str, Any], indices: Sequence[int], answers: list[str], cost: dict[str, Any]) -> None:
         """Store the answers to a batch of questions."""
-        self._predictions.write(*_lines(key, indices, answers, cost))
+        self._predictions.write(*_build_lines(key, indices, answers, cost))
 
     def add_result(self, record: dict[str, Any]) -> None:
         """Store a result record. Only the leader writes it."""
@@ -117,7 +117,7 @@ class RunFolder:
         lines = []
         for key, batches, scores in passes:
             for first, (answers, cost) in sorted(batches.items()):
-                pass_lines = _lines(key, range(first, first + len(answers)), answers, cost)
+                pass_lines = _build_lines(key, range(first, first + len(answers)), answers, cost)
                 for line in pass_lines:
                     line["score"] = round(scores[line["question"]], 6)
                 lines += pass_lines
@@ -171,7 +171,7 @@ class RunFolder:
             answers.append(line["prediction"])
             if "cost" in line:
                 key = {name: value for name, value in line.items() if name not in _OF_A_QUESTION}
-                self._batches.setdefault(_key(key), {})[first] = (answers, line["cost"])
+                self._batches.setdefault(_format_key(key), {})[first] = (answers, line["cost"])
                 answers, valid_end = [], end
         return valid_end
 
@@ -226,11 +226,11 @@ def config_of(subject: Model | BenchBackend, plan: Any, metric: str, about: dict
     }
 
 
-def _key(key: dict[str, Any]) -> str:
+def _format_key(key: dict[str, Any]) -> str:
     return json.dumps(key, sort_keys=True)
 
 
-def _lines(
+def _build_lines(
     key: dict[str, Any], indices: Sequence[int], answers: list[str], cost: dict[str, Any]
 ) -> list[dict[str, Any]]:
     pairs = zip(indices, answers, strict=True)

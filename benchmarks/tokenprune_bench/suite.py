@@ -114,7 +114,7 @@ class Bench:
         header, *known = self.folder.results if self.folder and self.folder.results else [None]
         stored = {(record["method"], record["keep"]): record for record in known}
         if header is None:
-            header = self._written(self.header())
+            header = self._write_record(self.header())
         yield header
         passes: dict[Pass, dict[int, Batch]] = {}
         unpatched_cost: Stats | None = None
@@ -123,16 +123,18 @@ class Bench:
             record, mine = stored.get((name, keep)), {}
             if record is None:
                 asked = (
-                    self._controlled(controls[name]) if name in controls else self._measured(name, keep, unpatched_cost)
+                    self._run_control(controls[name])
+                    if name in controls
+                    else self._measured(name, keep, unpatched_cost)
                 )
                 record, mine = asked
-                self._written(record)
+                self._write_record(record)
             elif record["record"] != "skipped":
                 mine = {run_pass: self.folder.batches(run_pass.key) for run_pass in self.plan.passes(name, keep)}
                 self._done += sum(map(len, mine.values()))
             if name == UNPATCHED:
                 (batches,) = mine.values()
-                unpatched_cost, self._unpatched_answers = _cost(batches), _predictions(batches)
+                unpatched_cost, self._unpatched_answers = _sum_costs(batches), _list_predictions(batches)
             if record["record"] != "skipped":
                 passes |= mine
             yield record
@@ -164,7 +166,7 @@ class Bench:
             "environment": self.backend.environment(),
         }
 
-    def _written(self, record: dict[str, Any]) -> dict[str, Any]:
+    def _write_record(self, record: dict[str, Any]) -> dict[str, Any]:
         if self.folder is not None:
             self.folder.add_result(record)
         return record
@@ -205,7 +207,7 @@ class Bench:
         self, name: str, keep: float | int, passes: dict[Pass, dict[int, Batch]], unpatched_cost: Stats | None
     ) -> dict[str, Any]:
         scores = [self._scores(batches) for batches in passes.values()]
-        cost = _cost(next(iter(passes.values())))
+        cost = _sum_costs(next(iter(passes.values())))
         kinds = [example.kind for example in self.examples]
         bar = self.metric.right
         right = [
@@ -220,7 +222,7 @@ class Bench:
             "record": "result",
             "method": name,
             "keep": keep,
-            **self._chosen(next(iter(passes))),
+            **self._build_setting_record(next(iter(passes))),
             "site": None
             if name in (UNPATCHED, ESCALATE)
             else "+".join(method.site.name for method in self.plan.settings[name].methods),
@@ -232,7 +234,7 @@ class Bench:
             "stats": get_record(cost, unpatched_cost or cost),
             "environment": self.backend.environment(),
         }
-        recalls = [_evidence(batches) for batches in passes.values()]
+        recalls = [_list_evidence_recalls(batches) for batches in passes.values()]
         if any(recall is not None for recall in recalls[0]):
             record[EVIDENCE] = [
                 [recall if recall is None else round(recall, 6) for recall in recalls_of_pass]
@@ -240,7 +242,7 @@ class Bench:
             ]
         if name != UNPATCHED and not self.evidence_only:
             same = [
-                [a == b for a, b in zip(_predictions(batches), self._unpatched_answers, strict=True)]
+                [a == b for a, b in zip(_list_predictions(batches), self._unpatched_answers, strict=True)]
                 for batches in passes.values()
             ]
             record["same"] = ["".join(str(int(value)) for value in answers_of_pass) for answers_of_pass in same]
@@ -249,9 +251,9 @@ class Bench:
         return record
 
     def _scores(self, batches: dict[int, Batch]) -> list[float]:
-        return self.metric.score(_predictions(batches), [example.answers for example in self.examples])
+        return self.metric.score(_list_predictions(batches), [example.answers for example in self.examples])
 
-    def _controlled(self, control: Control) -> tuple[dict[str, Any], dict[Pass, dict[int, Batch]]]:
+    def _run_control(self, control: Control) -> tuple[dict[str, Any], dict[Pass, dict[int, Batch]]]:
         """Return the record of a control, and the unpatched model's answers."""
         control_pass = Pass.for_control(control.name)
         asking = QuestionRunner(self.backend, control.questions, self.plan.batch_size, self.folder, self.group)
@@ -276,7 +278,7 @@ class Bench:
         setting = run_pass.setting.with_defaults(self.options)
         return solve_setting(setting, run_pass.keep) if self.plan.equal_cost else setting
 
-    def _chosen(self, run_pass: Pass) -> dict[str, Any]:
+    def _build_setting_record(self, run_pass: Pass) -> dict[str, Any]:
         """Return the setting for the record at equal cost, without its seed."""
         setting = self._setting(run_pass) if self.plan.equal_cost else None
         return {} if setting is None else {"setting": {k: v for k, v in setting.to_json().items() if k != "seed"}}
@@ -322,18 +324,18 @@ class Bench:
             self._done = start + batches
 
 
-def _predictions(batches: dict[int, Batch]) -> list[str]:
+def _list_predictions(batches: dict[int, Batch]) -> list[str]:
     return [answer for _, (answers, _) in sorted(batches.items()) for answer in answers]
 
 
-def _cost(batches: dict[int, Batch]) -> Stats:
+def _sum_costs(batches: dict[int, Batch]) -> Stats:
     costs = (
         {name: value for name, value in cost.items() if name != EVIDENCE} for _, (_, cost) in sorted(batches.items())
     )
     return sum((Stats(**cost) for cost in costs), Stats())
 
 
-def _evidence(batches: dict[int, Batch]) -> list[float | None]:
+def _list_evidence_recalls(batches: dict[int, Batch]) -> list[float | None]:
     """Return the evidence recall of each question."""
     costs = (cost.get(EVIDENCE, [None] * len(answers)) for _, (answers, cost) in sorted(batches.items()))
     return [recall for recalls_of_batch in costs for recall in recalls_of_batch]

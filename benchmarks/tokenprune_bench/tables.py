@@ -23,12 +23,19 @@ def build_tables(results: Results) -> list[Table]:
 
     Tables of groups, evidence and controls are added if the results have them.
     """
-    evidence = [_evidence(results)] if any(row.evidence for row in results.rows) else []
-    groups = [_groups(results)] if results.groups else []
-    controls = [_controls(results)] if results.controls else []
-    tables = [_cost(results), _kinds(results), *groups, *evidence, *controls, _paired(results)]
+    evidence = [_build_evidence_table(results)] if any(row.evidence for row in results.rows) else []
+    groups = [_build_groups_table(results)] if results.groups else []
+    controls = [_build_controls_table(results)] if results.controls else []
+    tables = [
+        _build_cost_table(results),
+        _build_kinds_table(results),
+        *groups,
+        *evidence,
+        *controls,
+        _build_paired_table(results),
+    ]
     if results.evidence_only:
-        tables = [_spent(results), *evidence]
+        tables = [_build_spending_table(results), *evidence]
     if not results.equal_cost:
         return tables
     # At equal cost, "keep" is the target share of all methods.
@@ -36,10 +43,10 @@ def build_tables(results: Results) -> list[Table]:
         replace(table, columns=tuple("target" if name == "keep" else name for name in table.columns))
         for table in tables
     ]
-    return [titled_tables[0], _settings(results), *titled_tables[1:]]
+    return [titled_tables[0], _build_settings_table(results), *titled_tables[1:]]
 
 
-def _settings(results: Results) -> Table:
+def _build_settings_table(results: Results) -> Table:
     """Return a table of each method's setting and visual tokens per layer at equal cost."""
     rows = [
         [
@@ -58,7 +65,7 @@ def _settings(results: Results) -> Table:
     return Table("Equal cost", ("method", "target", "reached", "setting"), rows, (note,), grouped=True)
 
 
-def _spent(results: Results) -> Table:
+def _build_spending_table(results: Results) -> Table:
     """Return a table of the costs of a run without answers."""
     rows = []
     for row in results.rows:
@@ -67,14 +74,14 @@ def _spent(results: Results) -> Table:
         rows.append([*map(Cell, (*_label(row), *counts, "" if flops is None else f"{flops:.0%}"))])
     columns = ("method", "keep", "visual tokens", "layer avg", "prefill FLOPs")
     note = "This run does not generate answers or measure times."
-    return Table(_title(results), columns, rows, (note, *_skipped(results)), grouped=True)
+    return Table(_format_title(results), columns, rows, (note, *_describe_skipped(results)), grouped=True)
 
 
-def _groups(results: Results) -> Table:
+def _build_groups_table(results: Results) -> Table:
     rows = [
         [
             *map(Cell, _label(row)),
-            *(Cell(f"{100 * share.value:.0f} [{_interval(share)}]") for share in row.groups.values()),
+            *(Cell(f"{100 * share.value:.0f} [{_format_interval(share)}]") for share in row.groups.values()),
         ]
         for row in results.rows
     ]
@@ -83,7 +90,7 @@ def _groups(results: Results) -> Table:
     return Table("Accuracy by ground", columns, rows, (note,), grouped=True)
 
 
-def _evidence(results: Results) -> Table:
+def _build_evidence_table(results: Results) -> Table:
     names = [
         name for name in ("", *results.kinds, *results.groups) if any(name in row.evidence for row in results.rows)
     ]
@@ -104,7 +111,7 @@ def _evidence(results: Results) -> Table:
     return Table("Evidence kept", columns, rows, (note,), grouped=True)
 
 
-def _controls(results: Results) -> Table:
+def _build_controls_table(results: Results) -> Table:
     kinds = list(dict.fromkeys(kind for control in results.controls for kind in control.chance))
     rows = []
     for control in results.controls:
@@ -114,7 +121,7 @@ def _controls(results: Results) -> Table:
                 cells.append(Cell(""))
                 continue
             share, chance = control.kinds[kind], f"chance {100 * control.chance[kind]:.0f}"
-            cells.append(Cell(f"{100 * share.value:.0f} [{_interval(share)}], {chance}", kind in control.passed))
+            cells.append(Cell(f"{100 * share.value:.0f} [{_format_interval(share)}], {chance}", kind in control.passed))
         rows.append([Cell(control.name), *cells])
     note = (
         "The unpatched model with incomplete input, which must score at chance level. Red: the 95 % Wilson interval is "
@@ -123,11 +130,11 @@ def _controls(results: Results) -> Table:
     return Table("Controls, which must fail", ("control", *kinds), rows, (note,))
 
 
-def _cost(results: Results) -> Table:
+def _build_cost_table(results: Results) -> Table:
     evident = any(row.evidence for row in results.rows)
     columns = (
         "method", "keep", "visual tokens", "layer avg", "prefill FLOPs", "KV cache", "TTFT, ms", "per token, ms",
-        *(["evidence"] if evident else []), _metric(results).title, "95 % CI", "no better than",
+        *(["evidence"] if evident else []), _get_metric(results).title, "95 % CI", "no better than",
     )  # fmt: skip
     unpatched_ms = {name: results.unpatched_ms(name) for name in ("ttft", "token")}
     rows = []
@@ -137,25 +144,28 @@ def _cost(results: Results) -> Table:
         rows.append([
             *map(Cell, (name, keep, f"{row.tokens_in:.0f} → {row.tokens_out:.0f}", f"{row.tokens_average:.0f}")),
             Cell("" if row.stats["prefill_flops_ratio"] is None else f"{row.stats['prefill_flops_ratio']:.0%}"),
-            Cell(f"{_bytes(bytes_ / row.questions)} ({bytes_ / full:.0%})" if full else ""),
+            Cell(f"{_format_bytes(bytes_ / row.questions)} ({bytes_ / full:.0%})" if full else ""),
             *(Cell(_time(row, name, ms)) for name, ms in unpatched_ms.items()),
             *([Cell(f"{100 * row.evidence['']:.0f}" if row.evidence else "")] if evident else []),
             Cell(f"{100 * row.overall.value:.1f}"),
-            Cell(_interval(row.overall, 1)),
+            Cell(_format_interval(row.overall, 1)),
             Cell(" ".join(row.marks), bad=bool(row.marks)),
         ])  # fmt: skip
-    return Table(_title(results), columns, rows, tuple(_cost_notes(results)), grouped=True)
+    return Table(_format_title(results), columns, rows, tuple(_format_cost_notes(results)), grouped=True)
 
 
-def _kinds(results: Results) -> Table:
+def _build_kinds_table(results: Results) -> Table:
     rows = []
     for row in results.rows:
         cells = [
-            Cell(f"{100 * share.value:.0f}{FALLEN if share.collapsed else ''} [{_interval(share)}]", share.collapsed)
+            Cell(
+                f"{100 * share.value:.0f}{FALLEN if share.collapsed else ''} [{_format_interval(share)}]",
+                share.collapsed,
+            )
             for share in row.kinds.values()
         ]
         rows.append([*map(Cell, _label(row)), *cells])
-    metric = _metric(results)
+    metric = _get_metric(results)
     right = "Percent right" if metric.name == "exact" else metric.title
     interval = "bootstrap (zero width for equal scores)" if metric.graded else "Wilson"
     note = (
@@ -166,7 +176,7 @@ def _kinds(results: Results) -> Table:
     return Table("Accuracy by kind of question", columns, rows, (note,), grouped=True)
 
 
-def _paired(results: Results) -> Table:
+def _build_paired_table(results: Results) -> Table:
     names = (UNPATCHED, *MARKS)
     rows = []
     for row in results.rows:
@@ -182,7 +192,7 @@ def _paired(results: Results) -> Table:
         hard = ("", "", "")
         if row.hard:
             share = row.hard.ours
-            hard = (f"{100 * share.value:.0f} [{_interval(share)}]", f"{100 * row.hard.unpatched:.0f}")
+            hard = (f"{100 * share.value:.0f} [{_format_interval(share)}]", f"{100 * row.hard.unpatched:.0f}")
             hard = (*hard, f"{row.hard.questions}")
         rows.append([*map(Cell, _label(row)), *cells, *map(Cell, hard)])
     note = (
@@ -194,7 +204,7 @@ def _paired(results: Results) -> Table:
     return Table("Against the baselines", ("method", "keep", *columns), rows, (note,), grouped=True)
 
 
-def _metric(results: Results) -> Metric:
+def _get_metric(results: Results) -> Metric:
     return METRICS[results.header.get("metric", "exact")]
 
 
@@ -202,11 +212,11 @@ def _label(row: Row) -> tuple[str, str]:
     return row.method, "" if row.method == UNPATCHED else row.keep_text
 
 
-def _interval(share: ScoreShare, digits: int = 0) -> str:
+def _format_interval(share: ScoreShare, digits: int = 0) -> str:
     return f"{100 * share.low:.{digits}f}–{100 * share.high:.{digits}f}"
 
 
-def _bytes(count: float) -> str:
+def _format_bytes(count: float) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 10 * 2**20 else f"{count / 2**10:.0f} KiB"
 
 
@@ -219,11 +229,13 @@ def _time(row: Row, name: str, unpatched_ms: float | None) -> str:
     return text if row.method == UNPATCHED else f"{text} ({1 / ratio:.2f}x)"
 
 
-def _title(results: Results) -> str:
+def _format_title(results: Results) -> str:
     base, env = results.baseline, results.header["environment"]
     data = results.header.get("data")
     asked = f"of {data['name']}" if data else f"on {base.questions // len(base.kinds)} images"
-    title = f"{env['model']}: {base.questions} questions {asked}, {env['device']}, {_engine(env)}, {env['dtype']}"
+    title = (
+        f"{env['model']}: {base.questions} questions {asked}, {env['device']}, {_describe_engine(env)}, {env['dtype']}"
+    )
     return title + describe_limit(results)
 
 
@@ -233,19 +245,21 @@ def describe_limit(results: Results) -> str:
     return "" if limit is None else f", methods get at most {limit} visual tokens per image"
 
 
-def _engine(env: dict[str, Any]) -> str:
+def _describe_engine(env: dict[str, Any]) -> str:
     if "vllm" in env:
         return f"vLLM {env['vllm']}"
     return f"{env['threads']} thread{'s' if env['threads'] != 1 else ''}"
 
 
-def _cost_notes(results: Results) -> list[str]:
+def _format_cost_notes(results: Results) -> list[str]:
     timing = next((row.timing for row in results.rows if row.timing), None)
     sites = {"IN_LLM", "DECODE"}
     cut_inside = (row.method for row in results.rows if row.site and sites & set(row.site.split("+")))
     inside = ", ".join(dict.fromkeys(cut_inside)) or "none here"
     meaning = ", ".join(f"{mark} = not better than {name}" for name, mark in MARKS.items())
-    how = "an exact one-sided McNemar test" if _metric(results).right is not None else "a one-sided paired bootstrap"
+    how = (
+        "an exact one-sided McNemar test" if _get_metric(results).right is not None else "a one-sided paired bootstrap"
+    )
     vllm = "vllm" in results.header["environment"]
     cache = "closed form, from the length of the prompt that vLLM reports" if vllm else "measured"
     notes = [
@@ -275,10 +289,10 @@ def _cost_notes(results: Results) -> list[str]:
         )
         if busy := find_busy_load(results):
             notes.append(format_busy_note(*busy))
-    return [*notes, *_skipped(results)]
+    return [*notes, *_describe_skipped(results)]
 
 
-def _skipped(results: Results) -> list[str]:
+def _describe_skipped(results: Results) -> list[str]:
     notes = []
     if left_out := (results.header.get("data") or {}).get("skipped"):
         more = f" and {len(left_out) - 1} more" if left_out[1:] else ""

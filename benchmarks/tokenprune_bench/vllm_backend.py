@@ -144,7 +144,7 @@ class VllmBackend:
         chat, ours = self._chat(question), build_request(setting)
 
         def runner(asked: dict[str, Any]) -> Callable[[], tuple[float, float]]:
-            return lambda: self.engine.clock(_unseen(chat), asked, new_tokens)
+            return lambda: self.engine.clock(_change_images(chat), asked, new_tokens)
 
         timing = time_in_turns(runner(OFF), runner(ours), repeats, new_tokens=new_tokens)
         # The load of another machine is not known.
@@ -231,7 +231,7 @@ def needs_special_tokens(prompt: Callable[[bool], list[int]]) -> bool:
     return prompt(True)[:1] != prompt(False)[:1]
 
 
-def _unseen(chat: Chat) -> Chat:
+def _change_images(chat: Chat) -> Chat:
     """Change each image, so that no cache has its encoding or prefix."""
     images: list[Image.Image | bytes] = []
     for image in chat.images:

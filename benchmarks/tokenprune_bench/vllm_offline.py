@@ -83,7 +83,7 @@ class OfflineEngine:
         except TokenPruneError:
             raise
         except Exception as error:  # vLLM raises many error types
-            raise TokenPruneError(f"vLLM cannot serve {self.name}: {_message_of(error)}.") from error
+            raise TokenPruneError(f"vLLM cannot serve {self.name}: {_format_error(error)}.") from error
         if get_server_setting(self.llm.model_config) is None:
             self.close()
             raise TokenPruneError(
@@ -96,11 +96,11 @@ class OfflineEngine:
         self._special = needs_special_tokens(self._plain)
 
     def ask(self, chats: Sequence[Chat], setting: dict[str, Any], max_tokens: int) -> list[Reply]:
-        outputs = self._run([_messages(chat) for chat in chats], setting, max_tokens=max_tokens)
+        outputs = self._run([_build_messages(chat) for chat in chats], setting, max_tokens=max_tokens)
         return [Reply(output.outputs[0].text, len(output.prompt_token_ids)) for output in outputs]
 
     def clock(self, chat: Chat, setting: dict[str, Any], tokens: int) -> tuple[float, float]:
-        messages = [_messages(chat)]
+        messages = [_build_messages(chat)]
         self.llm.reset_prefix_cache()  # the text before the image would be cached
         begin = time.perf_counter()
         (output,) = self._run(messages, setting, max_tokens=tokens, ignore_eos=True)
@@ -164,20 +164,20 @@ class OfflineEngine:
                 mm_processor_kwargs=setting and {KEY: setting},
             )
         except (EngineDeadError, EngineGenerateError) as error:
-            raise RunError(f"vLLM's engine stopped: {_message_of(error)}.") from error
+            raise RunError(f"vLLM's engine stopped: {_format_error(error)}.") from error
         except TokenPruneError:
             raise
         except (VLLMClientError, ValueError) as error:
-            raise TokenPruneError(f"vLLM rejected a request: {_message_of(error)}.") from error
+            raise TokenPruneError(f"vLLM rejected a request: {_format_error(error)}.") from error
 
     def _plain(self, special: bool) -> list[int]:
         """Return the ids of a chat without images."""
         self._special = special
-        (output,) = self._run([_messages(Chat((), "x"))], None, max_tokens=1)
+        (output,) = self._run([_build_messages(Chat((), "x"))], None, max_tokens=1)
         return list(output.prompt_token_ids)
 
 
-def _messages(chat: Chat) -> list[dict[str, Any]]:
+def _build_messages(chat: Chat) -> list[dict[str, Any]]:
     images = [
         build_image_url("jpeg", image) if isinstance(image, bytes) else {"type": "image_pil", "image_pil": image}
         for image in chat.images
@@ -214,7 +214,7 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _message_of(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     """Return the message of an error in one line. For pydantic errors, return the inner message."""
     inner = getattr(error, "errors", None)
     if callable(inner):

@@ -65,7 +65,7 @@ class ServerEngine:
         card = served[self._model]
         self._root = getattr(card, "root", None) or self._model
         self._length = getattr(card, "max_model_len", None)
-        self.config = _config(self._root)
+        self.config = _load_config(self._root)
         dtype = getattr(self.config, "dtype", None)
         self.bytes_per_value = getattr(dtype, "itemsize", 2)
         self._dtype = "unknown dtype" if dtype is None else str(dtype).removeprefix("torch.")
@@ -74,14 +74,14 @@ class ServerEngine:
 
     def ask(self, chats: Sequence[Chat], setting: dict[str, Any], max_tokens: int) -> list[Reply]:
         def ask_chat(chat: Chat) -> Reply:
-            completion = self._create(_messages(chat), setting, max_tokens=max_tokens)
+            completion = self._create(_build_messages(chat), setting, max_tokens=max_tokens)
             return Reply(completion.choices[0].message.content or "", completion.usage.prompt_tokens)
 
         with self._explained(), ThreadPoolExecutor(len(chats)) as pool:
             return list(pool.map(ask_chat, chats))
 
     def clock(self, chat: Chat, setting: dict[str, Any], tokens: int) -> tuple[float, float]:
-        messages, salt = _messages(chat), secrets.token_hex(8)
+        messages, salt = _build_messages(chat), secrets.token_hex(8)
         with self._explained():
             begin = time.perf_counter()
             stream = self._create(messages, setting, max_tokens=tokens, stream=True, ignore_eos=True, cache_salt=salt)
@@ -142,7 +142,7 @@ class ServerEngine:
 
     def _plain(self, special: bool) -> list[int]:
         """Return the ids of a chat without images."""
-        asked = {"model": self._model, "messages": _messages(Chat((), "x")), "add_special_tokens": special}
+        asked = {"model": self._model, "messages": _build_messages(Chat((), "x")), "add_special_tokens": special}
         return json.loads(self._get("/tokenize", asked))["tokens"]
 
     def _get(self, path: str, body: Any = None) -> str:
@@ -181,7 +181,7 @@ class ServerEngine:
             raise RunError(f"The server at {self.address} failed: {error}.") from error
 
 
-def _messages(chat: Chat) -> list[dict[str, Any]]:
+def _build_messages(chat: Chat) -> list[dict[str, Any]]:
     content: list[dict[str, Any]] = []
     for image in chat.images:
         if isinstance(image, bytes):
@@ -193,7 +193,7 @@ def _messages(chat: Chat) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*content, {"type": "text", "text": chat.text}]}]
 
 
-def _config(model: str) -> Any:
+def _load_config(model: str) -> Any:
     """Return the config of a model that is a local folder or on the hub, else None."""
     from transformers import AutoConfig
 

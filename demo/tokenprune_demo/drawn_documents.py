@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from tokenprune_demo.drawn_videos import DrawnQuestion
-from tokenprune_demo.scenes import COLORS, TINY, WORDS, Box, _font, _sprite
+from tokenprune_demo.scenes import COLORS, TINY, WORDS, Box, _draw_shape_masks, _load_font
 
 LAYOUTS = ("page", "screen", "chart")
 DOCUMENT_KINDS = ("word", "digits", "colour", "small")
@@ -77,7 +77,7 @@ def draw_document(
         raise ValueError(f"layout={layout!r}, size={size} is not valid. Use {', '.join(LAYOUTS)}, at least 160 pixels.")
     requested = {kind: str(rng.choice(options)) for kind, options in get_document_answers().items()}
     requested |= answers or {}
-    image = {"page": _page, "screen": _screen, "chart": _chart}[layout](rng, *size)
+    image = {"page": _draw_page, "screen": _draw_screen, "chart": _draw_chart}[layout](rng, *size)
     document, taken = DrawnDocument(image, layout), []
     shape, tiny = str(rng.choice(_SHAPES)), str(rng.choice(TINY))
 
@@ -91,11 +91,11 @@ def draw_document(
     return document
 
 
-def _page(rng: np.random.Generator, width: int, height: int) -> Image.Image:
+def _draw_page(rng: np.random.Generator, width: int, height: int) -> Image.Image:
     """Draw a sheet of paper with a heading, paragraphs of greeked text, and a ruled table."""
     paper = tuple(int(v) for v in 255 - rng.integers(0, 12, 3))
     image = Image.new("RGB", (width, height), paper)
-    pen, ink, left = ImageDraw.Draw(image), _grey(rng, 40, 90), int(rng.integers(14, 30))
+    pen, ink, left = ImageDraw.Draw(image), _sample_grey(rng, 40, 90), int(rng.integers(14, 30))
     pen.rectangle((left, left, left + int(width * rng.uniform(0.3, 0.6)), left + 7), fill=ink)
     pen.line((left, left + 16, width - left, left + 16), fill=ink)
     y = left + 28
@@ -104,7 +104,7 @@ def _page(rng: np.random.Generator, width: int, height: int) -> Image.Image:
         if y + 9 * lines > height - left:
             break
         for _ in range(lines):
-            _greek(rng, pen, left, y, width - left, ink)
+            _draw_text_line(rng, pen, left, y, width - left, ink)
             y += 9
         y += int(rng.integers(12, 30))
     rows, row = int(rng.integers(2, 5)), int(rng.integers(16, 28))
@@ -117,11 +117,15 @@ def _page(rng: np.random.Generator, width: int, height: int) -> Image.Image:
     return image
 
 
-def _screen(rng: np.random.Generator, width: int, height: int) -> Image.Image:
+def _draw_screen(rng: np.random.Generator, width: int, height: int) -> Image.Image:
     """Draw a desktop with a bar, a side list and one or two windows with buttons, in a dark or light theme."""
     dark = bool(rng.random() < 0.5)
-    ground, panel = (_grey(rng, 20, 50), _grey(rng, 55, 80)) if dark else (_grey(rng, 215, 235), _grey(rng, 240, 255))
-    ink = _grey(rng, 150, 200) if dark else _grey(rng, 70, 120)
+    ground, panel = (
+        (_sample_grey(rng, 20, 50), _sample_grey(rng, 55, 80))
+        if dark
+        else (_sample_grey(rng, 215, 235), _sample_grey(rng, 240, 255))
+    )
+    ink = _sample_grey(rng, 150, 200) if dark else _sample_grey(rng, 70, 120)
     accent = tuple(int(v) for v in rng.integers(40, 180, 3))
     image = Image.new("RGB", (width, height), ground)
     pen, bar, side = ImageDraw.Draw(image), int(rng.integers(14, 24)), int(width * rng.uniform(0.15, 0.25))
@@ -140,10 +144,10 @@ def _screen(rng: np.random.Generator, width: int, height: int) -> Image.Image:
     return image
 
 
-def _chart(rng: np.random.Generator, width: int, height: int) -> Image.Image:
+def _draw_chart(rng: np.random.Generator, width: int, height: int) -> Image.Image:
     """Draw axes with rules and bars in grey, on plain paper."""
-    image = Image.new("RGB", (width, height), _grey(rng, 242, 256))
-    pen, ink, rule = ImageDraw.Draw(image), _grey(rng, 20, 70), _grey(rng, 190, 220)
+    image = Image.new("RGB", (width, height), _sample_grey(rng, 242, 256))
+    pen, ink, rule = ImageDraw.Draw(image), _sample_grey(rng, 20, 70), _sample_grey(rng, 190, 220)
     left, top, right, bottom = int(width * 0.12), int(height * 0.1), width - 12, height - int(rng.integers(24, 40))
     for y in np.linspace(bottom, top, int(rng.integers(4, 7))).astype(int).tolist():
         pen.line((left, y, right, y), fill=rule)
@@ -152,23 +156,23 @@ def _chart(rng: np.random.Generator, width: int, height: int) -> Image.Image:
     step = (right - left) / count
     for bar in range(count):
         x, high = left + step * (bar + 0.2), (bottom - top) * rng.uniform(0.1, 0.8)
-        pen.rectangle((int(x), int(bottom - high), int(x + 0.6 * step), bottom), fill=_grey(rng, 80, 170))
+        pen.rectangle((int(x), int(bottom - high), int(x + 0.6 * step), bottom), fill=_sample_grey(rng, 80, 170))
     pen.line((left, top, left, bottom, right, bottom), fill=ink, width=2)
     return image
 
 
-def _grey(rng: np.random.Generator, low: int, high: int) -> Colour:
+def _sample_grey(rng: np.random.Generator, low: int, high: int) -> Colour:
     return (int(rng.integers(low, high)),) * 3
 
 
-def _greek(rng: np.random.Generator, pen: ImageDraw.ImageDraw, x: int, y: int, end: int, ink: Colour) -> None:
+def _draw_text_line(rng: np.random.Generator, pen: ImageDraw.ImageDraw, x: int, y: int, end: int, ink: Colour) -> None:
     """Draw a line of unreadable words."""
     while (after := x + int(rng.integers(6, 26))) < end:
         pen.rectangle((x, y, after, y + 3), fill=ink)
         x = after + 4
 
 
-def _room(rng: np.random.Generator, image: Image.Image, size: tuple[int, int], taken: list[Box]) -> Box:
+def _reserve_box(rng: np.random.Generator, image: Image.Image, size: tuple[int, int], taken: list[Box]) -> Box:
     """Return a free box of this size and mark it as taken."""
     for _ in range(1000):
         x, y = (int(rng.integers(4, room - side - 3)) for room, side in zip(image.size, size, strict=True))
@@ -182,10 +186,10 @@ def _room(rng: np.random.Generator, image: Image.Image, size: tuple[int, int], t
 
 def _write(rng: np.random.Generator, image: Image.Image, text: str, size: int, taken: list[Box]) -> Box:
     """Write a text on a plate and return its box."""
-    font, pad = _font(size), 4
+    font, pad = _load_font(size), 4
     left, top, right, bottom = (int(side) for side in font.getbbox(text))
-    box = _room(rng, image, (right - left + 2 * pad, bottom - top + 2 * pad), taken)
-    dark, light = _grey(rng, 0, 50), _grey(rng, 225, 256)
+    box = _reserve_box(rng, image, (right - left + 2 * pad, bottom - top + 2 * pad), taken)
+    dark, light = _sample_grey(rng, 0, 50), _sample_grey(rng, 225, 256)
     front, back = (dark, light) if rng.random() < 0.5 else (light, dark)
     pen = ImageDraw.Draw(image)
     pen.rectangle((box[0], box[1], box[2] - 1, box[3] - 1), fill=back, outline=front)
@@ -195,8 +199,8 @@ def _write(rng: np.random.Generator, image: Image.Image, text: str, size: int, t
 
 def _mark(rng: np.random.Generator, image: Image.Image, what: str, color: str, radius: int, taken: list[Box]) -> Box:
     """Draw a shape with an outline and return its box."""
-    outline, inside = _sprite(what, radius, 1.5 if radius > 10 else 0.75)
-    box = _room(rng, image, outline.size, taken)
+    outline, inside = _draw_shape_masks(what, radius, 1.5 if radius > 10 else 0.75)
+    box = _reserve_box(rng, image, outline.size, taken)
     light = np.asarray(image.crop(box).convert("L")).mean() > 105
     image.paste((15, 15, 15) if light else (245, 245, 245), box[:2], outline)
     image.paste(COLORS[color], box[:2], inside)

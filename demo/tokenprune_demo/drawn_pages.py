@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image, ImageDraw
 
-from tokenprune_demo.drawn_documents import _SHAPES, _TEXTS, Colour, _grey, _mark, get_document_answers
+from tokenprune_demo.drawn_documents import _SHAPES, _TEXTS, Colour, _mark, _sample_grey, get_document_answers
 from tokenprune_demo.drawn_videos import DrawnQuestion
-from tokenprune_demo.scenes import TINY, Box, _font
+from tokenprune_demo.scenes import TINY, Box, _load_font
 
 # (width, height) of a page by layout, in multiples of 16 pixels (one visual token). A prompt has 1,024 to 1,280 tokens.
 PAGE_SIZES = {
@@ -64,7 +64,7 @@ class _Page:
 
     def write(self, rng: np.random.Generator, text: str, size: int) -> Box:
         """Write a text on a plate in one of the lines and return its box."""
-        font = _font(size)
+        font = _load_font(size)
         left, top, right, bottom = (int(side) for side in font.getbbox(text))
         width, height = right - left + 8, bottom - top + 8
         fitting = []
@@ -75,7 +75,7 @@ class _Page:
                 fitting.append(box)
         box = fitting[int(rng.integers(len(fitting)))]
         self.taken.append(box)
-        dark, light = _grey(rng, 0, 50), _grey(rng, 225, 256)
+        dark, light = _sample_grey(rng, 0, 50), _sample_grey(rng, 225, 256)
         front, back = (dark, light) if rng.random() < 0.5 else (light, dark)
         pen = ImageDraw.Draw(self.image)
         pen.rectangle((box[0], box[1], box[2] - 1, box[3] - 1), fill=back, outline=front)
@@ -105,7 +105,7 @@ def draw_pages(
         raise ValueError(f"layout={layout!r}, size={size} is not valid. Use {known}, at least {_MIN_SIDE} pixels.")
     requested = {kind: str(rng.choice(options)) for kind, options in get_document_answers().items()}
     requested |= answers or {}
-    drawers = [_letter, _table] if layout == "spread" else [_DRAWERS[layout]]
+    drawers = [_draw_letter, _draw_table] if layout == "spread" else [_DRAWERS[layout]]
     pages = [drawers[index](rng, *size) for index in rng.permutation(len(drawers))]
     prompt, where = DrawnPages([page.image for page in pages], layout), [0] * len(requested)
     if len(pages) > 1:  # each page has half of the answers
@@ -124,13 +124,15 @@ def draw_pages(
     return prompt
 
 
-def _paper(rng: np.random.Generator, width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw, int, Colour]:
+def _build_sheet(
+    rng: np.random.Generator, width: int, height: int
+) -> tuple[Image.Image, ImageDraw.ImageDraw, int, Colour]:
     """Return a sheet, its pen, its margin, and its ink."""
     image = Image.new("RGB", (width, height), tuple(int(v) for v in rng.integers(200, 236, 3)))
-    return image, ImageDraw.Draw(image), int(rng.integers(16, 32)), _grey(rng, 120, 160)
+    return image, ImageDraw.Draw(image), int(rng.integers(16, 32)), _sample_grey(rng, 120, 160)
 
 
-def _line(rng: np.random.Generator, pen: ImageDraw.ImageDraw, x: int, y: int, end: int, ink: Colour) -> None:
+def _draw_line(rng: np.random.Generator, pen: ImageDraw.ImageDraw, x: int, y: int, end: int, ink: Colour) -> None:
     """Draw a line of unreadable words, or leave the line empty."""
     if rng.random() < _FILLED:
         while (after := x + int(rng.integers(10, 60))) < end:
@@ -138,26 +140,26 @@ def _line(rng: np.random.Generator, pen: ImageDraw.ImageDraw, x: int, y: int, en
             x = after + 4
 
 
-def _letter(rng: np.random.Generator, width: int, height: int) -> _Page:
+def _draw_letter(rng: np.random.Generator, width: int, height: int) -> _Page:
     """Draw a heading and paragraphs."""
-    (image, pen, left, ink), places = _paper(rng, width, height), []
+    (image, pen, left, ink), places = _build_sheet(rng, width, height), []
     pen.rectangle((left, left, left + int(width * rng.uniform(0.3, 0.5)), left + 8), fill=ink)
     pen.line((left, left + 18, width - left, left + 18), fill=ink)
     step, y = int(rng.integers(16, 21)), left + 36
     while y + step < height - left:
-        _line(rng, pen, left, y + step // 2, width - left, ink)
+        _draw_line(rng, pen, left, y + step // 2, width - left, ink)
         places.append((left, y, width - left, step))
         y += step + (int(rng.integers(8, 24)) if rng.random() < 0.2 else 0)
     return _Page(image, places)
 
 
-def _table(rng: np.random.Generator, width: int, height: int) -> _Page:
+def _draw_table(rng: np.random.Generator, width: int, height: int) -> _Page:
     """Draw a ruled grid with a heading row."""
-    image, pen, left, ink = _paper(rng, width, height)
+    image, pen, left, ink = _build_sheet(rng, width, height)
     rows, columns = (height - 2 * left) // int(rng.integers(32, 42)), (width - 2 * left) // int(rng.integers(80, 120))
     xs = np.linspace(left, width - left, columns + 1).astype(int).tolist()
     ys = np.linspace(left, height - left, rows + 1).astype(int).tolist()
-    pen.rectangle((left, ys[0], width - left, ys[1]), fill=_grey(rng, 170, 195))
+    pen.rectangle((left, ys[0], width - left, ys[1]), fill=_sample_grey(rng, 170, 195))
     for x in xs:
         pen.line((x, left, x, height - left), fill=ink)
     for y in ys:
@@ -166,19 +168,19 @@ def _table(rng: np.random.Generator, width: int, height: int) -> _Page:
         (x + 4, y, end - 3, after - y) for y, after in itertools.pairwise(ys[1:]) for x, end in itertools.pairwise(xs)
     ]
     for x, y, end, high in places:
-        _line(rng, pen, x + 4, y + high // 2, end - 4, ink)
+        _draw_line(rng, pen, x + 4, y + high // 2, end - 4, ink)
     return _Page(image, places)
 
 
-def _receipt(rng: np.random.Generator, width: int, height: int) -> _Page:
+def _draw_receipt(rng: np.random.Generator, width: int, height: int) -> _Page:
     """Draw a centred heading, and entries with prices, some above a dotted rule."""
-    (image, pen, left, ink), places = _paper(rng, width, height), []
+    (image, pen, left, ink), places = _build_sheet(rng, width, height), []
     for line, half in enumerate((width // 4, width // 7)):
         pen.rectangle((width // 2 - half, left + 14 * line, width // 2 + half, left + 14 * line + 7), fill=ink)
     step, y = int(rng.integers(22, 28)), left + 40
     while y + step < height - left:
         price = width - left - int(rng.integers(24, 48))
-        _line(rng, pen, left, y + step // 2, price - 12, ink)
+        _draw_line(rng, pen, left, y + step // 2, price - 12, ink)
         pen.rectangle((price, y + step // 2, width - left, y + step // 2 + 1), fill=ink)
         places.append((left, y, price - 4, step))
         y += step
@@ -190,5 +192,5 @@ def _receipt(rng: np.random.Generator, width: int, height: int) -> _Page:
 
 
 _DRAWERS: dict[str, Callable[[np.random.Generator, int, int], _Page]] = {
-    "letter": _letter, "table": _table, "receipt": _receipt,
+    "letter": _draw_letter, "table": _draw_table, "receipt": _draw_receipt,
 }  # fmt: skip

@@ -167,8 +167,8 @@ def draw_set(name: str, limit: int) -> DrawnSet:
     """
     count = min(limit or MAX_EXAMPLES, MAX_EXAMPLES)
     if name in _VIDEOS:
-        return _videos(name, count)
-    return {"views": _views, "documents": _documents, "pages": _pages}[name](count)
+        return _build_video_set(name, count)
+    return {"views": _build_view_set, "documents": _build_document_set, "pages": _build_page_set}[name](count)
 
 
 def freeze_first_frame(question: DrawnExample) -> DrawnExample:
@@ -182,8 +182,8 @@ def shuffle_frames(question: DrawnExample) -> DrawnExample:
     return replace(question, frames=tuple(question.frames[index] for index in order))
 
 
-def _videos(name: str, count: int) -> DrawnSet:
-    decks, (part, sizes) = _decks(dict(ANSWERS), count), _VIDEOS[name]
+def _build_video_set(name: str, count: int) -> DrawnSet:
+    decks, (part, sizes) = _build_decks(dict(ANSWERS), count), _VIDEOS[name]
     questions = []
     for index in range(count):
         size = sizes[(index + index // len(GROUNDS)) % len(sizes)]
@@ -197,9 +197,9 @@ def _videos(name: str, count: int) -> DrawnSet:
         ) -> Any:
             return draw_video(np.random.default_rng(seed), size, ground, answers=requested)
 
-        video, asked = _whole(draw, (SEED, part, index), VIDEO_KINDS)
+        video, asked = _draw_complete(draw, (SEED, part, index), VIDEO_KINDS)
         frames = tuple(video.frames)
-        questions += [_example(index, question, frames=frames, ground=video.ground) for question in asked]
+        questions += [_build_example(index, question, frames=frames, ground=video.ground) for question in asked]
     controls = [
         Control(
             "first frame only",
@@ -217,33 +217,33 @@ def _videos(name: str, count: int) -> DrawnSet:
     return DrawnSet(name, questions, VIDEO_KINDS, controls, {"pevlm": blocks})
 
 
-def _views(count: int) -> DrawnSet:
-    decks = _decks(get_view_answers(), count)
+def _build_view_set(count: int) -> DrawnSet:
+    decks = _build_decks(get_view_answers(), count)
     questions = []
     for index in range(count):
         requested = {kind: deck[index] for kind, deck in decks.items()}
         views = draw_views(np.random.default_rng((SEED, 1, index)), len(CAMERAS), named=True, answers=requested)
         for kind in VIEW_KINDS:
-            example = _example(index, views.of_kind(kind)[0], images=tuple(views.images), labels=views.labels)
+            example = _build_example(index, views.of_kind(kind)[0], images=tuple(views.images), labels=views.labels)
             questions.append(example)
     return DrawnSet("views", questions, VIEW_KINDS, options={"view_select": {"views": list(CAMERAS)}})
 
 
-def _documents(count: int) -> DrawnSet:
-    decks = _decks(get_document_answers(), count)
+def _build_document_set(count: int) -> DrawnSet:
+    decks = _build_decks(get_document_answers(), count)
     questions = []
     for index in range(count):
         requested, layout = {kind: deck[index] for kind, deck in decks.items()}, LAYOUTS[index % len(LAYOUTS)]
         size = _PAPER[index % len(_PAPER)]
         document = draw_document(np.random.default_rng((SEED, 4, index)), layout, size, answers=requested)
         shown = {"images": (document.image,), "ground": layout}
-        questions += [_example(index, question, **shown) for question in document.questions]
+        questions += [_build_example(index, question, **shown) for question in document.questions]
     return DrawnSet("documents", questions, DOCUMENT_KINDS)
 
 
-def _pages(count: int) -> DrawnSet:
+def _build_page_set(count: int) -> DrawnSet:
     count = min(count, _MAX_PAGES)
-    decks = _decks(get_document_answers(), count)
+    decks = _build_decks(get_document_answers(), count)
     questions = []
     for index in range(count):
         requested, layout = {kind: deck[index] for kind, deck in decks.items()}, PAGE_LAYOUTS[index % len(PAGE_LAYOUTS)]
@@ -251,15 +251,17 @@ def _pages(count: int) -> DrawnSet:
         size = sizes[index // len(PAGE_LAYOUTS) % len(sizes)]
         pages = draw_pages(np.random.default_rng((SEED, 6, index)), layout, size, answers=requested)
         shown = {"images": tuple(pages.images), "ground": layout}
-        questions += [_example(index, question, **shown) for question in pages.questions]
+        questions += [_build_example(index, question, **shown) for question in pages.questions]
     return DrawnSet("pages", questions, DOCUMENT_KINDS)
 
 
-def _example(index: int, asked: DrawnQuestion, **shown: Any) -> DrawnExample:
+def _build_example(index: int, asked: DrawnQuestion, **shown: Any) -> DrawnExample:
     return DrawnExample(index, asked.kind, asked.text, asked.answer, asked.looks, **shown)
 
 
-def _whole(draw: Callable[[tuple[int, ...]], Any], seed: tuple[int, ...], kinds: Sequence[str]) -> tuple[Any, list]:
+def _draw_complete(
+    draw: Callable[[tuple[int, ...]], Any], seed: tuple[int, ...], kinds: Sequence[str]
+) -> tuple[Any, list]:
     """Draw until a drawing has a question of each kind. Return the drawing and one question per kind."""
     for attempt in range(100):
         drawing = draw((*seed, attempt))
@@ -269,7 +271,7 @@ def _whole(draw: Callable[[tuple[int, ...]], Any], seed: tuple[int, ...], kinds:
     raise AssertionError(f"no drawing with all of {kinds} in 100 attempts from {seed}")
 
 
-def _decks(answers: dict[str, tuple[str, ...]], count: int) -> dict[str, list[str]]:
+def _build_decks(answers: dict[str, tuple[str, ...]], count: int) -> dict[str, list[str]]:
     """Return an answer for each drawing by kind, all answers equally often in random order."""
     decks = {}
     for index, (kind, options) in enumerate(answers.items()):

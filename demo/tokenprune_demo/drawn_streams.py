@@ -53,7 +53,7 @@ class DrawnStream:
         """Return a clip by index."""
         if index == self.before:
             return self.event
-        drawn = (_drawn((SEED, self.index, 1, index, attempt), self.size, _OTHERS) for attempt in count())
+        drawn = (_draw_from_seed((SEED, self.index, 1, index, attempt), self.size, _OTHERS) for attempt in count())
         return next(clip for clip in drawn if not self.shapes & {thing.what for thing in clip.things})
 
     def clip(self, index: int) -> np.ndarray:
@@ -67,7 +67,7 @@ def draw_stream(index: int, before: int, size: tuple[int, int] = (112, 112)) -> 
     Raises:
         ValueError: If the size is not valid for videos.
     """
-    drawn = (_drawn((SEED, index, 0, attempt), size, EVENT_KINDS) for attempt in count())
+    drawn = (_draw_from_seed((SEED, index, 0, attempt), size, EVENT_KINDS) for attempt in count())
     event = next(clip for clip in drawn if all(clip.of_kind(kind) for kind in EVENT_KINDS))
     return DrawnStream(index, size, before, event)
 
@@ -77,5 +77,5 @@ def stack_frames(frames: list[Image.Image]) -> np.ndarray:
     return np.stack([np.asarray(frame) for frame in frames])
 
 
-def _drawn(seed: tuple[int, ...], size: tuple[int, int], kinds: tuple[str, ...]) -> DrawnVideo:
+def _draw_from_seed(seed: tuple[int, ...], size: tuple[int, int], kinds: tuple[str, ...]) -> DrawnVideo:
     return draw_video(np.random.default_rng(seed), size, kinds=kinds)

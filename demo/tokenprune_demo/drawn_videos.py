@@ -114,7 +114,7 @@ def draw_video(
     kinds = [VIDEO_KINDS[index] for index in rng.permutation(len(VIDEO_KINDS))] if kinds is None else kinds
     if ground not in GROUNDS or not set(kinds) <= set(VIDEO_KINDS):
         raise ValueError(f"ground={ground!r}, kinds={kinds}: grounds are {GROUNDS}, kinds {VIDEO_KINDS}")
-    stage = ActStage(rng, _grounds(rng, ground, size, photos))
+    stage = ActStage(rng, _draw_grounds(rng, ground, size, photos))
     # Moving objects come first, on the empty ground, because the direction determines the covered area.
     for kind in sorted(kinds, key=lambda kind: kind != "direction"):
         options = ANSWERS[kind]
@@ -122,11 +122,11 @@ def draw_video(
         stage.act(kind, (answers or {}).get(kind, drawn))
     frames = stage.grounds
     if ground == "noisy":
-        frames = [_noisy(rng, frame) for frame in frames]
+        frames = [_add_noise(rng, frame) for frame in frames]
     return DrawnVideo(frames, ground, stage.things, stage.questions)
 
 
-def _grounds(
+def _draw_grounds(
     rng: np.random.Generator, ground: str, size: tuple[int, int], photos: tuple[Image.Image, ...]
 ) -> list[Image.Image]:
     """Return the background of each frame."""
@@ -155,7 +155,7 @@ def _grounds(
     return [(first if frame < cut else second).copy() for frame in range(FRAMES)]
 
 
-def _noisy(rng: np.random.Generator, frame: Image.Image) -> Image.Image:
+def _add_noise(rng: np.random.Generator, frame: Image.Image) -> Image.Image:
     pixels = np.asarray(frame)
     noise = rng.standard_normal(pixels.shape, dtype=np.float32) * np.float32(NOISE)
     return Image.fromarray(np.clip(pixels + noise + 0.5, 0, 255).astype(np.uint8))

@@ -17,7 +17,7 @@ from PIL import Image
 
 from tokenprune_demo.backgrounds import BACKGROUNDS, draw_background
 from tokenprune_demo.drawn_videos import DrawnQuestion, Region
-from tokenprune_demo.scenes import COLORS, LARGE, Box, _sprite
+from tokenprune_demo.scenes import COLORS, LARGE, Box, _draw_shape_masks
 
 CAMERAS = ("front", "front left", "front right", "back", "back left", "back right")
 NUMBERS = ("two", "three", "four", "five", "six")
@@ -145,7 +145,7 @@ def _pick(rng: np.random.Generator, options: tuple[str, ...]) -> str:
 def _draw(rng: np.random.Generator, image: Image.Image, what: str, color: str, cell: tuple[int, int]) -> Box:
     """Draw a shape at a random position in a cell (row, column) of a 3 x 3 grid and return its box."""
     radius = int(rng.integers(12, 15))
-    outline, inside = _sprite(what, radius, 0.75)
+    outline, inside = _draw_shape_masks(what, radius, 0.75)
     rooms = image.height // 3, image.width // 3
     y, x = (
         index * room + int(rng.integers(room - side + 1))

@@ -138,7 +138,7 @@ def _outline(what: str, r: float, c: float) -> list[tuple[float, float]]:
 
 
 @lru_cache(maxsize=2048)
-def _sprite(what: str, r: int, edge: float) -> tuple[Image.Image, Image.Image]:
+def _draw_shape_masks(what: str, r: int, edge: float) -> tuple[Image.Image, Image.Image]:
     """Return two antialiased masks of a shape: with its outline, and its interior."""
     scale, half = 4, r + 2
     masks = []
@@ -158,7 +158,7 @@ def _sprite(what: str, r: int, edge: float) -> tuple[Image.Image, Image.Image]:
 
 
 @lru_cache(maxsize=64)
-def _font(size: int) -> ImageFont.FreeTypeFont:
+def _load_font(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.load_default(size)
 
 
@@ -192,7 +192,7 @@ class _Canvas:
         return (15, 15, 15) if light else (245, 245, 245)
 
     def shape(self, what: str, color: str, r: int, allowed=None) -> Item | None:
-        outline, inside = _sprite(what, r, 1.5 if r > 10 else 0.75)
+        outline, inside = _draw_shape_masks(what, r, 1.5 if r > 10 else 0.75)
         box = self.find(*outline.size, allowed)
         if box is None:
             return None
@@ -202,7 +202,7 @@ class _Canvas:
         return self.keep(Item(what, color, box), np.asarray(outline) > 127)
 
     def text(self, what: str, text: str, size: int, plate: bool) -> Item | None:
-        font = _font(size)
+        font = _load_font(size)
         left, top, right, bottom = font.getbbox(text)
         pad = 4 if plate else 2
         box = self.find(right - left + 2 * pad, bottom - top + 2 * pad)

@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 from PIL import Image, ImageDraw
 
-from tokenprune_demo.scenes import COLORS, LARGE, TINY, WORDS, Box, _font, _sprite
+from tokenprune_demo.scenes import COLORS, LARGE, TINY, WORDS, Box, _draw_shape_masks, _load_font
 
 FRAMES = 8
 ANSWERS: dict[str, tuple[str, ...]] = {
@@ -109,14 +109,14 @@ class ActStage:
 
     def _direction(self, answer: str) -> None:
         step = int(self.rng.integers(5, 10)) * (1 if answer in ("right", "down") else -1)
-        radius, across = self._radius(), answer in ("left", "right")
+        radius, across = self._choose_radius(), answer in ("left", "right")
         # All positions are equally likely, also across an edge. Otherwise a frame would reveal the direction.
         x, y = int(self.rng.integers(self.width)), int(self.rng.integers(self.height))
         path = [
             ((x + step * frame * across) % self.width, (y + step * frame * (not across)) % self.height)
             for frame in range(FRAMES)
         ]
-        color = self._color()
+        color = self._choose_color()
         star = self._shape(self.shapes.pop(), [color] * FRAMES, radius, path)
         self._ask("direction", answer, star.looks(range(FRAMES)), star.what)
 
@@ -126,7 +126,7 @@ class ActStage:
         early = int(self.rng.integers(1, FRAMES - 4))
         late = int(self.rng.integers(early + 3, FRAMES - 1))
         starts = (early, late) if answer == "first" else (late, early)
-        pair = [self._brief(start, spot) for start, spot in zip(starts, spots, strict=True)]
+        pair = [self._add_brief_shape(start, spot) for start, spot in zip(starts, spots, strict=True)]
         looks = tuple(
             look for thing, start in zip(pair, starts, strict=True) for look in thing.look(range(start, start + 2))
         )
@@ -134,21 +134,21 @@ class ActStage:
         self._ask("order", names[answer == "second"], looks, *names)
 
     def _events(self, answer: str) -> None:
-        off = _apart(self.rng, int(answer))
-        color = self._color()
-        if thing := self._placed([None if frame in off else color for frame in range(FRAMES)]):
+        off = _choose_frames(self.rng, int(answer))
+        color = self._choose_color()
+        if thing := self._place_shape([None if frame in off else color for frame in range(FRAMES)]):
             self._ask("events", answer, thing.looks(range(FRAMES)), thing.what)
 
     def _rare(self, answer: str) -> None:
         # A second tiny object of another shape, mostly in another frame, is a distractor.
-        for spot, color in zip(self._find(2, tiny=True), (answer, self._color()), strict=False):
+        for spot, color in zip(self._find(2, tiny=True), (answer, self._choose_color()), strict=False):
             frame = int(self.rng.integers(1, FRAMES))
             colors = [color if index == frame else None for index in range(FRAMES)]
             thing = self._shape(self.tiny.pop(), colors, spot[0], [spot[1:]] * FRAMES)
             self._ask("rare", color, thing.look([frame]), thing.what)
 
     def _text(self, answer: str) -> None:
-        font = _font(int(self.rng.integers(16, 21)))
+        font = _load_font(int(self.rng.integers(16, 21)))
         # All words get the same room, so that long words are not left out more often.
         ends = [font.getbbox(word) for word in WORDS]
         left, top = min(end[0] for end in ends), min(end[1] for end in ends)
@@ -170,40 +170,40 @@ class ActStage:
     def _when(self, answer: str) -> None:
         start = 1 + 2 * ANSWERS["when"].index(answer) + int(self.rng.random() < 0.5 and answer == "end")
         if self.shapes and (places := self._find(1)):
-            thing = self._brief(start, places[0])
+            thing = self._add_brief_shape(start, places[0])
             self._ask("when", answer, thing.look(range(start, start + 2)), thing.what)
 
     def _still(self, answer: str) -> None:
-        if thing := self._placed([answer] * FRAMES):
+        if thing := self._place_shape([answer] * FRAMES):
             self._ask("still", answer, thing.look(range(FRAMES)), thing.what)
 
     def _change(self, answer: str) -> None:
-        before, step = self._color(), int(self.rng.integers(2, FRAMES - 1))
+        before, step = self._choose_color(), int(self.rng.integers(2, FRAMES - 1))
         values = [before if frame < step else answer for frame in range(FRAMES)]
         if self.rng.random() < 0.5 and before != answer:
             values = [before, *[f"{before} to {answer}"] * (FRAMES - 3), answer, answer]
-        if thing := self._placed(values):
+        if thing := self._place_shape(values):
             last = max((frame + 1 for frame in range(FRAMES) if values[frame] != answer), default=0)
             self._ask("change", answer, thing.look(range(last, FRAMES)), thing.what)
 
     def _ask(self, kind: str, answer: str, looks: tuple[tuple[Region, ...], ...], *names: str) -> None:
         self.questions.append(DrawnQuestion(kind, TEXTS[kind].format(*names), answer, looks))
 
-    def _color(self) -> str:
+    def _choose_color(self) -> str:
         return list(COLORS)[self.rng.integers(len(COLORS))]
 
-    def _radius(self) -> int:
+    def _choose_radius(self) -> int:
         large = min(self.width, self.height) >= 160
         return int(self.rng.integers(13, 19) if large else self.rng.integers(12, 15))
 
-    def _placed(self, values: Sequence[str | None]) -> Thing | None:
+    def _place_shape(self, values: Sequence[str | None]) -> Thing | None:
         if not self.shapes or not (places := self._find(1)):
             return None
         return self._shape(self.shapes.pop(), values, places[0][0], [places[0][1:]] * FRAMES)
 
-    def _brief(self, start: int, spot: tuple[int, int, int]) -> Thing:
+    def _add_brief_shape(self, start: int, spot: tuple[int, int, int]) -> Thing:
         """Add an object that is visible for two frames."""
-        color = self._color()
+        color = self._choose_color()
         colors = [color if frame in (start, start + 1) else None for frame in range(FRAMES)]
         return self._shape(self.shapes.pop(), colors, spot[0], [spot[1:]] * FRAMES)
 
@@ -211,7 +211,7 @@ class ActStage:
         """Return up to `count` free spots (radius, left, top) and mark them as taken."""
         spots = []
         for _ in range(count):
-            radius = int(self.rng.integers(6, 9)) if tiny else self._radius()
+            radius = int(self.rng.integers(6, 9)) if tiny else self._choose_radius()
             side = 2 * radius + 4
             if (corner := self._room(side, side)) is not None:
                 spots.append((radius, *corner))
@@ -230,7 +230,7 @@ class ActStage:
 
     def _shape(self, what: str, values: Sequence[str | None], radius: int, path: Sequence[tuple[int, int]]) -> Thing:
         """Draw a shape at its position (left, top) and in its colour in each frame. None: invisible."""
-        outline_mask, inside = _sprite(what, radius, 1.5 if radius > 14 else 0.75)
+        outline_mask, inside = _draw_shape_masks(what, radius, 1.5 if radius > 14 else 0.75)
         outline = (15, 15, 15) if self.light else (245, 245, 245)
         shade = self.rng.integers(-12, 13, 3)
         boxes = []
@@ -243,7 +243,7 @@ class ActStage:
                 if box[0] >= box[2] or box[1] >= box[3]:
                     continue
                 if value is not None:
-                    fill = np.clip(_rgb(value, frame) + shade, 0, 255)
+                    fill = np.clip(_compute_rgb(value, frame) + shade, 0, 255)
                     image.paste(outline, (x, y), outline_mask)
                     image.paste(tuple(int(v) for v in fill), (x, y), inside)
                 if box[2] - box[0] >= _SLIVER and box[3] - box[1] >= _SLIVER:
@@ -257,14 +257,14 @@ class ActStage:
         return thing
 
 
-def _rgb(value: str, frame: int) -> np.ndarray:
+def _compute_rgb(value: str, frame: int) -> np.ndarray:
     """Return the colour in a frame. A slow change covers all frames except the first and the last two."""
     before, _, after = value.partition(" to ")
     part = frame / (FRAMES - 2) if after else 0.0
     return np.array(COLORS[before]) * (1 - part) + np.array(COLORS[after or before]) * part
 
 
-def _apart(rng: np.random.Generator, count: int) -> set[int]:
+def _choose_frames(rng: np.random.Generator, count: int) -> set[int]:
     """Return `count` frames except the first, without neighbours, uniformly at random."""
     free = FRAMES - 1 - max(count - 1, 0)
     chosen = np.sort(rng.random(FRAMES - 1)[:free].argsort()[:count])

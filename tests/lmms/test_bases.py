@@ -105,9 +105,9 @@ def test_every_base_is_one_of_lmms_evals() -> None:
 
 @pytest.mark.parametrize("base", UNTESTED)
 def test_an_untested_base_is_warned_of(base: str, log: list[str]) -> None:
-    from tokenprune_bench.lmms_eval.model import _base_class
+    from tokenprune_bench.lmms_eval.model import _get_base_class
 
-    cls = _base_class(base, False)
+    cls = _get_base_class(base, False)
     assert hasattr(cls, "model")
     assert any("was not tested with" in line and base in line for line in log)
 

@@ -154,7 +154,7 @@ def test_selections_name_their_requests(
 def isolate_logger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep log lines from the handlers that pytest adds to the root logger."""
     monkeypatch.setattr(logging.getLogger("tokenprune"), "propagate", False)
-    log._stderr.cache_clear()
+    log._build_stderr_handler.cache_clear()
 
 
 def test_lines_go_to_stderr_without_a_prefix(

@@ -46,10 +46,10 @@ def test_missing_hooks_are_refused_by_name(folder: Any, monkeypatch: pytest.Monk
         multimodal_config = type("", (), {"mm_processor_kwargs": None})
         hf_config = None
 
-    assert plugin._after_config(problems, "result", Fake) == "result"
+    assert plugin._configure_model(problems, "result", Fake) == "result"
     Fake.multimodal_config.mm_processor_kwargs = {"tokenprune": DIVPRUNE}
     with pytest.raises(UnsupportedSetupError, match=f"vLLM {compat.TESTED}.*no parameter moved"):
-        plugin._after_config(problems, "result", Fake)
+        plugin._configure_model(problems, "result", Fake)
 
 
 def test_an_untested_version_is_refused_only_with_a_setting(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_removed_profile_is_served_for_a_minute(
     def by_name(name: str) -> Any:
         request = SimpleNamespace(model=f"{model_config.served_model_name}:{name}", messages=[])
         renderer = SimpleNamespace(model_config=model_config, trust_request_mm_kwargs=False)
-        profiles._with_profile(renderer, request, RequestLoad())
+        profiles._apply_profile(renderer, request, RequestLoad())
         return count_image_tokens(engine, request.mm_processor_kwargs["tokenprune"])
 
     file.write_text('{"profiles": {"slow": {"keep": 0.25}}}')

@@ -378,6 +378,6 @@ def test_interpolated_features_raise(folder: Any) -> None:
     wide = {"image_grid_pinpoints": [[56, 56], [560, 560]]}
     model_config = config(folder("llava_onevision"), VSCAN, hf_overrides=wide)
     info = MULTIMODAL_REGISTRY.create_processor(model_config).info
-    assert tower_items._newlines(info, 56, 56, Seer()) == 4
+    assert tower_items._count_newlines(info, 56, 56, Seer()) == 4
     with pytest.raises(OptionError, match="interpolates its features"):
-        tower_items._newlines(info, 500, 500, Seer())
+        tower_items._count_newlines(info, 500, 500, Seer())

@@ -69,7 +69,7 @@ def attention_rows(
         OptionError: If `heads` is unknown.
     """
     check_heads(heads)
-    weights, visible, hidden = _weights(query, key, index, mask, scaling, causal, softcap)
+    weights, visible, hidden = _compute_weights(query, key, index, mask, scaling, causal, softcap)
     if hidden.rows:
         weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0)
     if heads is None:
@@ -77,7 +77,7 @@ def attention_rows(
     return weights.amax(1) if heads == "max" else getattr(weights, heads)(1)
 
 
-def _column_limits(
+def _describe_column_limits(
     query: Tensor,
     key: Tensor,
     valid: Tensor | None = None,
@@ -88,7 +88,7 @@ def _column_limits(
     return _limits(query, key, valid, mask, **options)
 
 
-@operation(kernel="tokenprune.kernels.attention_columns_triton:attention_column_means", limits=_column_limits)
+@operation(kernel="tokenprune.kernels.attention_columns_triton:attention_column_means", limits=_describe_column_limits)
 def attention_column_means(
     query: Tensor,
     key: Tensor,
@@ -132,7 +132,7 @@ def attention_column_means(
     slots = torch.arange(queries, device=query.device)
     for index in slots.split(max(1, _MAX_ELEMENTS // max(1, batch * heads * key.shape[2]))):
         index = index.expand(batch, -1)
-        weights, visible, _ = _weights(query, key, index, mask, **options)
+        weights, visible, _ = _compute_weights(query, key, index, mask, **options)
         visible = (visible & valid.gather(1, index)[:, None, :, None])[..., -queries:]
         # The product removes invalid rows, and the uniform softmax of rows without visible keys.
         total += weights[..., -queries:].mul_(visible.float()).sum(2)
@@ -199,7 +199,7 @@ def _describe_hidden(visible: Tensor, lowest: float) -> HiddenKeys:
     return HiddenKeys(True, True, True, bias)
 
 
-def _weights(
+def _compute_weights(
     query: Tensor,
     key: Tensor,
     index: Tensor,

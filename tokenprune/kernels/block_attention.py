@@ -55,11 +55,16 @@ class Parts:
     @property
     def pairs(self) -> int:
         """Number of query-key pairs that attention computes."""
-        context = sum(self.sink * size + _causal(size) for size in self.blocks)
-        return _causal(self.sink) + context + self.tail * (self.sink + sum(self.blocks)) + _causal(self.tail)
+        context = sum(self.sink * size + _count_causal_pairs(size) for size in self.blocks)
+        return (
+            _count_causal_pairs(self.sink)
+            + context
+            + self.tail * (self.sink + sum(self.blocks))
+            + _count_causal_pairs(self.tail)
+        )
 
 
-def _causal(count: int) -> int:
+def _count_causal_pairs(count: int) -> int:
     return count * (count + 1) // 2
 
 
@@ -86,7 +91,7 @@ def attend_in_blocks(
     pieces = [query.new_zeros(*query.shape[:2], parts.before, width)]
     start = parts.before
     sink = slice(start, start + parts.sink)
-    pieces += _causal_attention(query[:, :, sink], key[:, :, sink], value[:, :, sink], scale, dropout)
+    pieces += _compute_causal_attention(query[:, :, sink], key[:, :, sink], value[:, :, sink], scale, dropout)
     start += parts.sink
     for size, run in groupby(parts.blocks):
         count = len(list(run))
@@ -96,11 +101,13 @@ def attend_in_blocks(
             torch.cat([x[:, :, sink].repeat_interleave(count, 0), blocks], 2)
             for x, blocks in ((key, keys), (value, values))
         )
-        output = torch.cat(_causal_attention(queries, keys, values, scale, dropout), 2)
+        output = torch.cat(_compute_causal_attention(queries, keys, values, scale, dropout), 2)
         pieces.append(output.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3))
         start += count * size
     tail, valid_slice = slice(start, start + parts.tail), slice(parts.before, start + parts.tail)
-    pieces += _causal_attention(query[:, :, tail], key[:, :, valid_slice], value[:, :, valid_slice], scale, dropout)
+    pieces += _compute_causal_attention(
+        query[:, :, tail], key[:, :, valid_slice], value[:, :, valid_slice], scale, dropout
+    )
     pieces.append(query.new_zeros(*query.shape[:2], parts.after, width))
     return torch.cat(pieces, 2)
 
@@ -110,7 +117,7 @@ def _split(x: Tensor, count: int) -> Tensor:
     return x.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
 
 
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> list[Tensor]:
+def _compute_causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> list[Tensor]:
     """Compute causal attention of the last tokens of a sequence, at most `_QUERIES` queries per call."""
     count, before = query.shape[2], key.shape[2] - query.shape[2]
     outputs = []

@@ -51,12 +51,12 @@ def cosine_products(x: Tensor, mask: Tensor) -> Products:
     return Products(normalize(x, mask), round_=True)
 
 
-def _limits_of_gain(table: Tensor, cover: Tensor) -> str | None:
+def _describe_gain_limits(table: Tensor, cover: Tensor) -> str | None:
     fine = table.dtype == cover.dtype == torch.float32
     return None if fine else f"it takes float32, not {table.dtype} and {cover.dtype}"
 
 
-@operation(kernel="tokenprune.kernels.coverage_triton:coverage_gain", limits=_limits_of_gain)
+@operation(kernel="tokenprune.kernels.coverage_triton:coverage_gain", limits=_describe_gain_limits)
 def coverage_gain(table: Tensor, cover: Tensor) -> Tensor:
     """Compute how much each candidate would improve the coverage of all rows.
 
@@ -182,7 +182,7 @@ def most_covering(table: Tensor, mask: Tensor, count: Tensor, max_count: int, fa
     Returns:
         Selected candidates, bool `[S, N]`.
     """
-    return _greedy([TableRelation(table)], mask, count, max_count, factor)
+    return _pick_greedily([TableRelation(table)], mask, count, max_count, factor)
 
 
 def greedy_cover(
@@ -193,12 +193,14 @@ def greedy_cover(
     Without tables, each pick synchronizes with the GPU.
     """
     if not all(part.fits_in_memory for part in parts):
-        return _greedy(parts, mask, count, max_count, factor)
+        return _pick_greedily(parts, mask, count, max_count, factor)
     tables = [part.table for part in parts]
     return most_covering(tables[0] if len(tables) == 1 else torch.cat(tables, dim=1), mask, count, max_count, factor)
 
 
-def _greedy(parts: Sequence[Relation], mask: Tensor, count: Tensor, max_count: int, factor: Tensor | None) -> Tensor:
+def _pick_greedily(
+    parts: Sequence[Relation], mask: Tensor, count: Tensor, max_count: int, factor: Tensor | None
+) -> Tensor:
     coverage, picks = Coverage(parts), Picks(mask)
     if coverage.on_host is not None:
         from tokenprune.kernels.host_greedy import pick_covering

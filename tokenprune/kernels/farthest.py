@@ -23,7 +23,7 @@ def fits_table(features: Tensor) -> bool:
     return features.shape[1] <= max(features.shape[2], TABLE)
 
 
-def _similarity_table(unit: Tensor) -> Tensor:
+def _compute_similarity_table(unit: Tensor) -> Tensor:
     """Return the products of all pairs, float32 `[S, N, N]`. The lower triangle is copied from the upper one."""
     count, block = unit.shape[1], max(256, -(-unit.shape[1] // 8))
     table = unit.new_empty(len(unit), count, count)
@@ -85,10 +85,10 @@ def farthest(features: Tensor, mask: Tensor, budget: Tensor, max_budget: int) ->
     if len(unit) == 1 and unit.device.type == "cpu" and unit[mask].isfinite().all():
         from tokenprune.kernels.host_loops import pick_farthest
 
-        table = _similarity_table(unit[:, mask[0]])[0].fill_diagonal_(-torch.inf)
+        table = _compute_similarity_table(unit[:, mask[0]])[0].fill_diagonal_(-torch.inf)
         return torch.zeros_like(mask).masked_scatter_(mask, pick_farthest(table, int(budget)))
     rows = torch.arange(len(unit), device=unit.device)
-    table = _similarity_table(unit)
+    table = _compute_similarity_table(unit)
     table.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
     table.masked_fill_(~mask[:, None], -torch.inf)
     nearest = 1 - table.amax(dim=2)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MAX_ELEMENTS = 2**22  # similarities in memory at a time
-_BLOCK = 64  # similarities per block of `_first_max`
+_BLOCK = 64  # similarities per block of `_find_row_maxima`
 # Cosines of equal vectors differ by up to 2e-7, depending on the position in a matrix and the processor. Closer cosines
 # count as ties, so that the lower index wins on every machine.
 TIE = 2.0**-20
@@ -142,10 +142,10 @@ def _find_match(
             likeness.diagonal(start, 1, 2).fill_(-torch.inf)
         if allowed is not None:
             likeness.masked_fill_(~allowed[:, None], -torch.inf)
-        best, index = _first_max(likeness)
+        best, index = _find_row_maxima(likeness)
         if groups is not None:
             likeness.masked_fill_(groups[0][:, rows, None] != groups[1][:, None], -torch.inf)
-            group_best, where = _first_max(likeness)
+            group_best, where = _find_row_maxima(likeness)
             best, index = (
                 torch.where(group_best > -torch.inf, group_best, best),
                 torch.where(group_best > -torch.inf, where, index),
@@ -157,7 +157,7 @@ def _find_match(
     return best, index
 
 
-def _first_max(x: Tensor) -> tuple[Tensor, Tensor]:
+def _find_row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maximum of each row of x `[S, A, B]`, and the first index within `TIE` of it, long `[S, A]`.
 
     Long rows are searched in blocks, because finding a maximum is several times faster than finding its index.
@@ -169,21 +169,21 @@ def _first_max(x: Tensor) -> tuple[Tensor, Tensor]:
 
             return find_first_max(x, TIE)
         best = x.amax(dim=2)
-        return best, _first_tie(x, best)
+        return best, _find_first_tie(x, best)
     blocks, rest = x[..., : num_blocks * _BLOCK].unflatten(2, (num_blocks, _BLOCK)), x[..., num_blocks * _BLOCK :]
     of_blocks = blocks.amax(dim=3)
     if rest.shape[2]:
         of_blocks = torch.cat([of_blocks, rest.amax(dim=2, keepdim=True)], dim=2)
     best = of_blocks.amax(dim=2)
-    block = _first_tie(of_blocks, best)
+    block = _find_first_tie(of_blocks, best)
     inside = blocks.gather(2, block.clamp(max=num_blocks - 1)[..., None, None].expand(-1, -1, 1, _BLOCK)).squeeze(2)
-    index = block * _BLOCK + _first_tie(inside, best)
+    index = block * _BLOCK + _find_first_tie(inside, best)
     if rest.shape[2]:
-        index = torch.where(block == num_blocks, num_blocks * _BLOCK + _first_tie(rest, best), index)
+        index = torch.where(block == num_blocks, num_blocks * _BLOCK + _find_first_tie(rest, best), index)
     return best, index
 
 
-def _first_tie(x: Tensor, best: Tensor) -> Tensor:
+def _find_first_tie(x: Tensor, best: Tensor) -> Tensor:
     """Return the first index in each row of x `[S, A, B]` that is within `TIE` of `best` `[S, A]`."""
     return (x >= (best - TIE)[..., None]).to(torch.uint8).argmax(dim=2)
 

@@ -47,7 +47,7 @@ class Observation:
 
     def keys(self, queries: int) -> Tensor:
         """Return the keys of the last `queries` tokens with flattened heads, `[B, Q, Hkv * Dh]`."""
-        return self._of_all(self.key[:, :, -queries:]).transpose(1, 2).flatten(2)
+        return self._join_heads(self.key[:, :, -queries:]).transpose(1, 2).flatten(2)
 
     def values(self, queries: int) -> Tensor:
         """Return the values of the last `queries` tokens with flattened heads, `[B, Q, Hkv * Dv]`."""
@@ -55,13 +55,13 @@ class Observation:
 
     def query_heads(self, queries: int) -> Tensor:
         """Return the last `queries` queries, `[B, Q, H, Dh]`, without a copy."""
-        return self._of_all(self.query[:, :, -queries:]).transpose(1, 2)
+        return self._join_heads(self.query[:, :, -queries:]).transpose(1, 2)
 
     def value_heads(self, queries: int) -> Tensor:
         """Return the values of the last `queries` tokens, `[B, Q, Hkv, Dv]`, without a copy."""
         if self.value is None:
             raise TokenPruneError("The values of this attention call were not recorded.")
-        return self._of_all(self.value[:, :, -queries:]).transpose(1, 2)
+        return self._join_heads(self.value[:, :, -queries:]).transpose(1, 2)
 
     def first_keys(self, count: int) -> Observation:
         """Return this observation limited to its first `count` keys."""
@@ -78,7 +78,7 @@ class Observation:
         Args:
             index: Queries to compute, long `[B, R]`, as indices into this call.
         """
-        return self._of_all(attention_rows(self.query, self.key, index, self.mask, **self._options))
+        return self._join_heads(attention_rows(self.query, self.key, index, self.mask, **self._options))
 
     def visible_keys(self, index: Tensor) -> Tensor:
         """Return the keys that the queries at `index` (long `[B, R]`) see, bool `[B, 1 or H, R, K]`."""
@@ -93,9 +93,9 @@ class Observation:
             starts: Boundaries of packed sequences.
         """
         partial = attention_column_means(self.query, self.key, valid, self.mask, starts, **self._options)
-        return self._of_all(partial)
+        return self._join_heads(partial)
 
-    def _of_all(self, partial: Tensor) -> Tensor:
+    def _join_heads(self, partial: Tensor) -> Tensor:
         return partial if self.join is None else self.join(partial)
 
     @property

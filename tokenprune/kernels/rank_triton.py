@@ -58,16 +58,16 @@ def _rank(
 
 def rank_in_group(group: Tensor, *keys: Tensor, block: int = 64) -> Tensor:
     """See `take.rank_in_group`. `block` is the number of tokens per tile side."""
-    return _ranks(_prepare_key(group), [_prepare_key(key) for key in keys], True, block)
+    return _compute_ranks(_prepare_key(group), [_prepare_key(key) for key in keys], True, block)
 
 
 def rank(score: Tensor, *, block: int = 64) -> Tensor:
     """Return the rank of each token in its row `[S, N]`, largest first, long. Ties go to the lower index."""
     score = _prepare_key(score)
-    return _ranks(score, [score], False, block)
+    return _compute_ranks(score, [score], False, block)
 
 
-def _ranks(group: Tensor, keys: list[Tensor], groups: bool, block: int) -> Tensor:
+def _compute_ranks(group: Tensor, keys: list[Tensor], groups: bool, block: int) -> Tensor:
     rows, count = group.shape
     out = torch.empty(group.shape, dtype=torch.int64, device=group.device)
     if out.numel():

@@ -25,11 +25,11 @@ def get_shared_memory() -> int:
     """Return the bytes of shared memory per block."""
     if is_interpreted():
         return 2**17
-    return _shared_memory(triton.runtime.driver.active.get_current_device())
+    return _get_shared_memory(triton.runtime.driver.active.get_current_device())
 
 
 @functools.cache  # the driver call takes a millisecond
-def _shared_memory(device: int) -> int:
+def _get_shared_memory(device: int) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 

@@ -129,7 +129,7 @@ def find_segment_ends(
         >>> find_segment_ends(torch.tensor([[0.9, 0.2, 0.8]]), torch.tensor([4]), min_segments=2).tolist()
         [[False, True, False]]
     """
-    valid = _valid_steps(similarity, frames)
+    valid = _find_valid_steps(similarity, frames)
     value = similarity.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
     order = value.masked_fill(~valid, torch.inf).argsort(dim=1, stable=True)
     rank = order.argsort(dim=1)
@@ -156,7 +156,10 @@ def find_static_segment_ends(
         True where a segment ends after the frame, bool `[S, F - 1]`.
     """
     rows, steps = similarity.shape[:2]
-    device, still = similarity.device, (similarity > threshold) & mask & _valid_steps(similarity, frames).unsqueeze(-1)
+    device, still = (
+        similarity.device,
+        (similarity > threshold) & mask & _find_valid_steps(similarity, frames).unsqueeze(-1),
+    )
     # Tokens saved by the best partition of frames 0..e, start of its last segment, and static steps up to frame e.
     saved = torch.zeros(rows, steps + 1, dtype=torch.long, device=device)
     starts = torch.zeros(rows, steps + 1, dtype=torch.long, device=device)
@@ -180,7 +183,7 @@ def find_static_segment_ends(
         index = starts.gather(1, index) - 1
         ends.scatter_(1, index.clamp(min=0), ends.gather(1, index.clamp(min=0)) | (index >= 0))
         index = index.clamp(min=0)
-    return ends[:, :-1] & _valid_steps(similarity, frames)
+    return ends[:, :-1] & _find_valid_steps(similarity, frames)
 
 
 def curvature(means: Tensor, frames: Tensor, eps: float = 1e-6) -> Tensor:
@@ -301,6 +304,6 @@ def _add_remainder(floored: Tensor, claim: Tensor, total: Tensor, is_open: Tenso
     return floored + ((rank < total - floored.sum(1, keepdim=True)) & is_open).long()
 
 
-def _valid_steps(similarity: Tensor, frames: Tensor) -> Tensor:
+def _find_valid_steps(similarity: Tensor, frames: Tensor) -> Tensor:
     """Return True for steps between two frames of a video, bool `[S, F - 1]`."""
     return torch.arange(similarity.shape[1], device=similarity.device) < frames[:, None] - 1

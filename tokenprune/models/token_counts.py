@@ -93,8 +93,8 @@ def count_visual_tokens(processor: Any, height: int, width: int, *, images: int 
 # -- Qwen2-VL, Qwen2.5-VL, Qwen3-VL
 
 
-def _qwen(read: SettingsReader, height: int, width: int, images: int) -> int:
-    limits, merge = _limits(read), read("merge_size")
+def _count_qwen(read: SettingsReader, height: int, width: int, images: int) -> int:
+    limits, merge = _read_pixel_limits(read), read("merge_size")
     settings = dict(min_pixels=limits[0], max_pixels=limits[1], patch_size=read("patch_size"), merge_size=merge)
     with _check_image_size(height, width):
         return read.image.get_number_of_image_patches(height, width, settings) // merge**2
@@ -109,22 +109,22 @@ def _check_image_size(height: int, width: int) -> Iterator[None]:
         raise OptionError(f"the processor rejects an image of {height} x {width} pixels: {error}") from error
 
 
-def _qwen_grid(read: SettingsReader, height: int, width: int) -> tuple[int, int, int, int, int]:
+def _compute_qwen_grid(read: SettingsReader, height: int, width: int) -> tuple[int, int, int, int, int]:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-    min_value, max_value = _limits(read)
+    min_value, max_value = _read_pixel_limits(read)
     factor = read("patch_size") * read("merge_size")
     with _check_image_size(height, width):
         high, wide = smart_resize(height, width, factor, min_value, max_value)
     return high // factor, wide // factor, factor, min_value, max_value
 
 
-def _qwen_target(read: SettingsReader, height: int, width: int) -> tuple[int, int]:
-    rows, columns, factor, _, _ = _qwen_grid(read, height, width)
+def _find_qwen_target(read: SettingsReader, height: int, width: int) -> tuple[int, int]:
+    rows, columns, factor, _, _ = _compute_qwen_grid(read, height, width)
     return rows * factor, columns * factor
 
 
-def _limits(read: SettingsReader) -> tuple[int, int]:
+def _read_pixel_limits(read: SettingsReader) -> tuple[int, int]:
     """Return minimum and maximum pixels. transformers calls them edges, but they are areas."""
     size = read.size()
     return (
@@ -136,7 +136,7 @@ def _limits(read: SettingsReader) -> tuple[int, int]:
 # -- GLM-4.1V and later
 
 
-def _glm(read: SettingsReader, height: int, width: int, images: int) -> int:
+def _count_glm(read: SettingsReader, height: int, width: int, images: int) -> int:
     settings = {name: read(name) for name in ("patch_size", "merge_size")} | {"size": read.size()}
     with _check_image_size(height, width):
         return read.image.get_number_of_image_patches(height, width, settings) // read("merge_size") ** 2
@@ -145,7 +145,7 @@ def _glm(read: SettingsReader, height: int, width: int, images: int) -> int:
 # -- SigLIP2 NaFlex
 
 
-def _naflex(read: SettingsReader, height: int, width: int, images: int) -> int:
+def _count_naflex(read: SettingsReader, height: int, width: int, images: int) -> int:
     from transformers.models.siglip2.image_processing_siglip2 import get_image_size_for_max_num_patches
 
     patch = read("patch_size")
@@ -156,7 +156,7 @@ def _naflex(read: SettingsReader, height: int, width: int, images: int) -> int:
 # -- LFM2-VL
 
 
-def _lfm2(read: SettingsReader, height: int, width: int, images: int) -> int:
+def _count_lfm2(read: SettingsReader, height: int, width: int, images: int) -> int:
     patch, down, max_value = read("encoder_patch_size"), read("downsample_factor"), read("max_image_tokens")
     factor = patch * down
     wide, high = read.image.smart_resize(height, width, down, read("min_image_tokens"), max_value, patch)
@@ -166,7 +166,7 @@ def _lfm2(read: SettingsReader, height: int, width: int, images: int) -> int:
     min_value, tiles = (read("min_tiles"), read("max_tiles")) if read("do_image_splitting") else (1, 1)
     if not large or min_value == tiles == 1:
         return unsplit
-    columns, rows = _closest_grid(height, width, read("tile_size"), min_value, tiles)
+    columns, rows = _find_closest_grid(height, width, read("tile_size"), min_value, tiles)
     if columns * rows == 1:
         # A single tile is encoded at the tile's size, but the processor writes placeholders for the full image.
         return unsplit
@@ -174,7 +174,7 @@ def _lfm2(read: SettingsReader, height: int, width: int, images: int) -> int:
     return columns * rows * tile + (unsplit if read("use_thumbnail") else 0)
 
 
-def _closest_grid(height: int, width: int, tile: int, min_value: int, max_value: int) -> tuple[int, int]:
+def _find_closest_grid(height: int, width: int, tile: int, min_value: int, max_value: int) -> tuple[int, int]:
     """Return the columns and rows closest to the aspect ratio.
 
     Ties go to the larger grid if the image fills half of it.
@@ -195,7 +195,7 @@ def _closest_grid(height: int, width: int, tile: int, min_value: int, max_value:
 # -- Pixtral and Mistral 3
 
 
-def _pixtral(read: SettingsReader, height: int, width: int, images: int) -> int:
+def _count_pixtral(read: SettingsReader, height: int, width: int, images: int) -> int:
     size = read.size()
     side = read.get_processor_setting("patch_size") * read.get_processor_setting("spatial_merge_size")
     max_value = [size.get("longest_edge") or size[edge] for edge in ("height", "width")]
@@ -206,7 +206,7 @@ def _pixtral(read: SettingsReader, height: int, width: int, images: int) -> int:
 # -- LLaVA-NeXT and LLaVA-OneVision
 
 
-def _anyres_grid(read: SettingsReader, height: int, width: int, side: int) -> tuple[int, int]:
+def _compute_anyres_grid(read: SettingsReader, height: int, width: int, side: int) -> tuple[int, int]:
     """Return rows and columns of features after padding is removed. `side` is the side of a tile's features."""
     from transformers.image_processing_utils import select_best_resolution
 
@@ -223,63 +223,68 @@ def _anyres_grid(read: SettingsReader, height: int, width: int, side: int) -> tu
     return rows, columns
 
 
-def _llava_next(read: SettingsReader, height: int, width: int, images: int) -> int:
+def _count_llava_next(read: SettingsReader, height: int, width: int, images: int) -> int:
     size, patch = read.size(), read.get_processor_setting("patch_size")
     side = (size.get("height") or size["shortest_edge"]) // patch
-    rows, columns = _anyres_grid(read, height, width, side)
-    return side**2 + read.get_processor_setting("num_additional_image_tokens") + rows * (columns + 1) - _dropped(read)
+    rows, columns = _compute_anyres_grid(read, height, width, side)
+    return (
+        side**2
+        + read.get_processor_setting("num_additional_image_tokens")
+        + rows * (columns + 1)
+        - _count_dropped(read)
+    )
 
 
-def _onevision(read: SettingsReader, height: int, width: int, images: int) -> int:
+def _count_onevision(read: SettingsReader, height: int, width: int, images: int) -> int:
     base = read.get_processor_setting("num_image_tokens")
     if images > 1:
-        return base + 1 - _dropped(read)
+        return base + 1 - _count_dropped(read)
     side = math.isqrt(base)
-    rows, columns = _anyres_grid(read, height, width, side)
+    rows, columns = _compute_anyres_grid(read, height, width, side)
     max_value = int(read.get_processor_setting("vision_aspect_ratio").removeprefix("anyres_max_"))
     ratio = math.sqrt(rows * columns / (max_value * side**2))
     if ratio > 1.1:
         rows, columns = int(rows // ratio), int(columns // ratio)
-    return base + rows * (columns + 1) - _dropped(read)
+    return base + rows * (columns + 1) - _count_dropped(read)
 
 
-def _dropped(read: SettingsReader) -> int:
+def _count_dropped(read: SettingsReader) -> int:
     return int(read.get_processor_setting("vision_feature_select_strategy") == "default")
 
 
 # -- Families with a fixed number of tokens, or a number that depends only on the image shape
 
 
-def _llava(read: SettingsReader, height: int, width: int, images: int) -> int:
+def _count_llava(read: SettingsReader, height: int, width: int, images: int) -> int:
     patch = read.get_processor_setting("patch_size")
     size = (read("do_center_crop") is not False and read.size("crop_size")) or read.size()
     if "height" not in size:
         raise UnsupportedSetupError(f"size={size} without a center crop does not give all images one size")
     patches = (size["height"] // patch) * (size["width"] // patch)
-    return patches + read.get_processor_setting("num_additional_image_tokens") - _dropped(read)
+    return patches + read.get_processor_setting("num_additional_image_tokens") - _count_dropped(read)
 
 
-def _internvl(read: SettingsReader, height: int, width: int, images: int) -> int:
+def _count_internvl(read: SettingsReader, height: int, width: int, images: int) -> int:
     names = ("crop_to_patches", "min_patches", "max_patches")
     tiles = read.image.get_number_of_image_patches(height, width, {name: read(name) for name in names})
     return tiles * read.get_processor_setting("image_seq_length")
 
 
-def _idefics3(read: SettingsReader, height: int, width: int, images: int) -> int:
+def _count_idefics3(read: SettingsReader, height: int, width: int, images: int) -> int:
     # get_number_of_image_patches rounds the shorter side differently from preprocess.
     length = read.get_processor_setting("image_seq_len")
     if not read("do_image_splitting"):
         return length
     tile, long = read("max_image_size")["longest_edge"], read.size()["longest_edge"]
-    height, width = _with_long_side(height, width, long, even=True)
+    height, width = _scale_to_long_side(height, width, long, even=True)
     if long > 4096:  # fixed upper bound in transformers
-        height, width = _with_long_side(height, width, 4096)
-    height, width = _with_long_side(height, width, math.ceil(max(height, width) / tile) * tile)
+        height, width = _scale_to_long_side(height, width, 4096)
+    height, width = _scale_to_long_side(height, width, math.ceil(max(height, width) / tile) * tile)
     rows, columns = math.ceil(height / tile), math.ceil(width / tile)
     return length * (rows * columns + 1 if rows * columns > 1 else 1)
 
 
-def _with_long_side(height: int, width: int, long: int, even: bool = False) -> tuple[int, int]:
+def _scale_to_long_side(height: int, width: int, long: int, even: bool = False) -> tuple[int, int]:
     """Return height and width with the longer side `long`. The other side is rounded down as in the processor."""
     aspect = width / height
     short = int(long / aspect) if width >= height else int(long * aspect)
@@ -287,7 +292,7 @@ def _with_long_side(height: int, width: int, long: int, even: bool = False) -> t
     return (short, long) if width >= height else (long, short)
 
 
-def _gemma4(read: SettingsReader, height: int, width: int, images: int) -> int:
+def _count_gemma4(read: SettingsReader, height: int, width: int, images: int) -> int:
     from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_preserving_size
 
     patch, pool = read("patch_size"), read("pooling_kernel_size")
@@ -296,34 +301,40 @@ def _gemma4(read: SettingsReader, height: int, width: int, images: int) -> int:
     return math.prod(size) // (patch * pool) ** 2
 
 
-def _deepseek_ocr2(read: SettingsReader, height: int, width: int, images: int) -> int:
+def _count_deepseek_ocr2(read: SettingsReader, height: int, width: int, images: int) -> int:
     names = ("crop_to_patches", "min_patches", "max_patches", "tile_size")
     view, tile = token_limits.count_deepseek_views(read)
     views = read.image.get_number_of_image_patches(height, width, {name: read(name) for name in names})
     return view + 1 + tile * (views - 1)
 
 
-_GLM = CountRule(_glm, "input", limit=token_limits.GLM, target=resize_targets.find_glm)
-_LLAVA = CountRule(_llava, "target", target=resize_targets.find_square)
-_IDEFICS3 = CountRule(_idefics3, None, limit=token_limits.IDEFICS3, target=resize_targets.find_longest_edge)
+_GLM = CountRule(_count_glm, "input", limit=token_limits.GLM, target=resize_targets.find_glm)
+_LLAVA = CountRule(_count_llava, "target", target=resize_targets.find_square)
+_IDEFICS3 = CountRule(_count_idefics3, None, limit=token_limits.IDEFICS3, target=resize_targets.find_longest_edge)
 
 RULES: dict[str, CountRule] = {
-    "Qwen2VLImageProcessor": CountRule(_qwen, "input", _qwen_grid, target=_qwen_target),
+    "Qwen2VLImageProcessor": CountRule(_count_qwen, "input", _compute_qwen_grid, target=_find_qwen_target),
     "Glm4vImageProcessor": _GLM,
     "Glm46VImageProcessor": _GLM,
     "GlmgaImageProcessor": _GLM,
-    "Siglip2ImageProcessor": CountRule(_naflex, None, limit=token_limits.NAFLEX, target=resize_targets.find_naflex),
-    "Lfm2VlImageProcessor": CountRule(_lfm2, "input", limit=token_limits.LFM2, target=resize_targets.find_lfm2),
-    "Gemma4ImageProcessor": CountRule(_gemma4, None, limit=token_limits.GEMMA4, target=resize_targets.find_gemma4),
-    "DeepseekOcr2ImageProcessor": CountRule(
-        _deepseek_ocr2, None, limit=token_limits.DEEPSEEK_OCR2, target=resize_targets.find_deepseek
+    "Siglip2ImageProcessor": CountRule(
+        _count_naflex, None, limit=token_limits.NAFLEX, target=resize_targets.find_naflex
     ),
-    "PixtralImageProcessor": CountRule(_pixtral, "input", target=resize_targets.find_longest_edge),
-    "LlavaNextImageProcessor": CountRule(_llava_next, "input", target=resize_targets.find_anyres),
-    "LlavaOnevisionImageProcessor": CountRule(_onevision, "input", target=resize_targets.find_anyres),
+    "Lfm2VlImageProcessor": CountRule(_count_lfm2, "input", limit=token_limits.LFM2, target=resize_targets.find_lfm2),
+    "Gemma4ImageProcessor": CountRule(
+        _count_gemma4, None, limit=token_limits.GEMMA4, target=resize_targets.find_gemma4
+    ),
+    "DeepseekOcr2ImageProcessor": CountRule(
+        _count_deepseek_ocr2, None, limit=token_limits.DEEPSEEK_OCR2, target=resize_targets.find_deepseek
+    ),
+    "PixtralImageProcessor": CountRule(_count_pixtral, "input", target=resize_targets.find_longest_edge),
+    "LlavaNextImageProcessor": CountRule(_count_llava_next, "input", target=resize_targets.find_anyres),
+    "LlavaOnevisionImageProcessor": CountRule(_count_onevision, "input", target=resize_targets.find_anyres),
     "CLIPImageProcessor": _LLAVA,
     "LlavaImageProcessor": _LLAVA,
-    "GotOcr2ImageProcessor": CountRule(_internvl, None, limit=token_limits.INTERNVL, target=resize_targets.find_tiles),
+    "GotOcr2ImageProcessor": CountRule(
+        _count_internvl, None, limit=token_limits.INTERNVL, target=resize_targets.find_tiles
+    ),
     "Idefics3ImageProcessor": _IDEFICS3,
     "SmolVLMImageProcessor": _IDEFICS3,
 }

@@ -28,42 +28,45 @@ class _Join:
     sized: bool = False
 
 
-def _feature_width(config: Any) -> int:
+def _compute_feature_width(config: Any) -> int:
     """Return the width of a patch after the tower, over all feature layers."""
     read = getattr(config, "vision_feature_layer", None)
-    return _tower_width(config.vision_config) * (len(read) if isinstance(read, (list, tuple)) else 1)
+    return _get_tower_width(config.vision_config) * (len(read) if isinstance(read, (list, tuple)) else 1)
 
 
-def _tower_width(vision: Any) -> int:
+def _get_tower_width(vision: Any) -> int:
     return getattr(vision, "embed_dim", None) or vision.hidden_size  # Qwen2-VL: `hidden_size` is the decoder's
 
 
-def _decoder_width(config: Any) -> int:
+def _get_decoder_width(config: Any) -> int:
     return config.get_text_config().hidden_size
 
 
-def _qwen(config: Any, unit: int) -> int:
-    joined = unit * _tower_width(config.vision_config)
+def _count_multiply_adds(config: Any, unit: int) -> int:
+    joined = unit * _get_tower_width(config.vision_config)
     mergers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
-    return mergers * joined * (joined + _decoder_width(config))
+    return mergers * joined * (joined + _get_decoder_width(config))
 
 
 _LLAVA = _Join(
-    lambda config: 1, lambda config, unit: _decoder_width(config) * (_feature_width(config) + _decoder_width(config))
+    lambda config: 1,
+    lambda config, unit: _get_decoder_width(config) * (_compute_feature_width(config) + _get_decoder_width(config)),
 )
 _INTERNVL = _Join(
     lambda config: round(config.downsample_ratio**-2),
-    lambda config, unit: _decoder_width(config) * (unit * _tower_width(config.vision_config) + _decoder_width(config)),
+    lambda config, unit: (
+        _get_decoder_width(config) * (unit * _get_tower_width(config.vision_config) + _get_decoder_width(config))
+    ),
 )
 _IDEFICS = _Join(
     lambda config: config.scale_factor**2,
-    lambda config, unit: unit * _tower_width(config.vision_config) * _decoder_width(config),
+    lambda config, unit: unit * _get_tower_width(config.vision_config) * _get_decoder_width(config),
 )
 _GEMMA = _Join(  # pools patches before the projection
     lambda config: _count_square_patches(config.vision_config) // config.mm_tokens_per_image,
-    lambda config, unit: _tower_width(config.vision_config) * _decoder_width(config),
+    lambda config, unit: _get_tower_width(config.vision_config) * _get_decoder_width(config),
 )
-_QWEN = _Join(lambda config: config.vision_config.spatial_merge_size**2, _qwen, sized=True)
+_QWEN = _Join(lambda config: config.vision_config.spatial_merge_size**2, _count_multiply_adds, sized=True)
 FAMILY_JOINS = (
     dict.fromkeys(("llava", "llava_next", "llava_onevision"), _LLAVA)
     | dict.fromkeys(("smolvlm", "idefics3"), _IDEFICS)
@@ -131,7 +134,7 @@ class TowerShape:
             )
         vision = config.vision_config
         known = TOWERS.get(vision.model_type) or TowerRow(vision.model_type, "")
-        hidden, unit = _tower_width(vision), join.unit(config)
+        hidden, unit = _get_tower_width(vision), join.unit(config)
         if unit < 1:
             raise UnsupportedModelError(
                 f"this config of {config.model_type!r} has more visual tokens than its vision tower has patches. "

@@ -72,12 +72,12 @@ class AttentionFromText(Observable):
 
     def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         position, mask = source.find_text_after(segments)
-        attention = self._attention_to(source, segments, position, segments.position)
+        attention = self._compute_text_attention(source, segments, position, segments.position)
         return attention.mul_((mask[:, None, :, None] & segments.mask[:, None, None, :]).float())
 
     def compute_text(self, source: TokenSource, text: TextView) -> Tensor:
         """Return the attention from text to text, shape (S, H, M, M), float32. Padding is 0."""
-        attention = self._attention_to(source, text.segments, text.position, text.position)
+        attention = self._compute_text_attention(source, text.segments, text.position, text.position)
         return attention.mul_((text.mask[:, None, :, None] & text.mask[:, None, None, :]).float())
 
     def sum_rows(self, source: TokenSource, text: TextView, weights: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class AttentionFromText(Observable):
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Any:
         return uniform(sizes.segments, sizes.heads, sizes.text, sizes.text, generator=generator)
 
-    def _attention_to(self, source: TokenSource, segments: Segments, position: Tensor, to: Tensor) -> Tensor:
+    def _compute_text_attention(self, source: TokenSource, segments: Segments, position: Tensor, to: Tensor) -> Tensor:
         """Return the attention from the text at `position` (S, M) to the tokens at `to` (S, K), shape (S, H, M, K)."""
         return torch.cat([rows for rows, _ in self._text_rows(source, segments, position, to)], dim=2)
 

@@ -36,7 +36,7 @@ class PlainInputs:
         self.text: dict[str, Tensor] = {}
         self.visual: dict[str, Any] = {"hidden": pad_rows(images)}
 
-    def _per_image(self, value: Any, ndim: int) -> list[Any]:
+    def _list_per_image(self, value: Any, ndim: int) -> list[Any]:
         """Return one value per image. An array with more than `ndim` axes has an image axis."""
         if self.is_single:
             return [value]
@@ -51,8 +51,8 @@ class PlainInputs:
         is_shared = isinstance(grid, (list, tuple)) and not any(
             size is None or hasattr(size, "__len__") for size in grid
         )
-        grids = [grid] * len(self.images) if is_shared else self._per_image(grid, 1)
-        facts = zip(self.counts, grids, self._per_image(frames, 0), strict=True)
+        grids = [grid] * len(self.images) if is_shared else self._list_per_image(grid, 1)
+        facts = zip(self.counts, grids, self._list_per_image(frames, 0), strict=True)
         for count, sides, video in facts:
             size = None if sides is None else read_grid(sides)
             sizes = None if video is None else _read_frames(count, video)
@@ -70,7 +70,7 @@ class PlainInputs:
         """Read the text after each image, with padding."""
         if question is None:
             return
-        texts = [self._read("question", text) for text in self._per_image(question, 2)]
+        texts = [self._read("question", text) for text in self._list_per_image(question, 2)]
         width = self.images[0].shape[1]
         if any(text.ndim != 2 or text.shape[1] != width or not text.is_floating_point() for text in texts):
             raise OptionError(f"question must be float [M, {width}], the embeddings of text tokens.")
@@ -109,7 +109,7 @@ class PlainInputs:
         if observable.input is Input.TOWER_FEATURES and not observable.by_layer:
             if features is None:
                 raise self._missing("the output of the vision tower", "tower_features=, [N, Dv]")
-            rows = [self._read("tower_features", rows) for rows in self._per_image(features, 2)]
+            rows = [self._read("tower_features", rows) for rows in self._list_per_image(features, 2)]
             for image, count in zip(rows, self.counts, strict=True):
                 if image.ndim != 2 or len(image) != count:
                     raise OptionError(f"tower_features must be [N, Dv] with N = {count}, not {list(image.shape)}.")
@@ -126,7 +126,7 @@ class PlainInputs:
             )
         values = {}
         for layer in layers:
-            rows = [self._read("tower_attention", row) for row in self._per_image(by_layer[layer], 2)]
+            rows = [self._read("tower_attention", row) for row in self._list_per_image(by_layer[layer], 2)]
             rows = [row[None] if row.ndim == 1 else row for row in rows]
             for row, count in zip(rows, self.counts, strict=True):
                 if row.ndim != 2 or row.shape[1] != count or len(row) != len(rows[0]):

@@ -69,7 +69,7 @@ class TokenSource:
 
     def note(self, text: str) -> None:
         """Add a note to the statistics. See `VisualTokens.note`."""
-        raise _unsupported("notes")
+        raise _build_unsupported_error("notes")
 
     def read(self, observable: Readable, tokens: VisualView, *layer: int | float) -> Any:
         """Return the value of an observable for the visual tokens."""
@@ -123,7 +123,7 @@ class TokenSource:
 
     def get_last_slot(self) -> Tensor:
         """Return the slot of the last token of each row without padding, shape (B, 1), int64."""
-        raise _unsupported("the last token of the prompt")
+        raise _build_unsupported_error("the last token of the prompt")
 
     @cached_property
     def last_row(self) -> Tensor:
@@ -137,53 +137,53 @@ class TokenSource:
 
     def get_token_mask(self) -> Tensor:
         """Return the mask of tokens, shape (B, W), bool. Padding is False."""
-        raise _unsupported("the padding mask")
+        raise _build_unsupported_error("the padding mask")
 
     def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return positions (int64) and mask (bool) of the text tokens after each segment, both of shape (S, M).
 
         The segments of a row share the positions. The mask excludes the text before a segment.
         """
-        raise _unsupported("the text")
+        raise _build_unsupported_error("the text")
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the final norm of the decoder to `hidden`, shape (..., D)."""
-        raise _unsupported("the final norm of the decoder")
+        raise _build_unsupported_error("the final norm of the decoder")
 
     # -- observed layers
 
     @property
     def attention_before(self) -> ObservedAttention:
         """Attention of the layer before the cut."""
-        raise _unsupported("the attention of the language model")
+        raise _build_unsupported_error("the attention of the language model")
 
     @property
     def attention_after(self) -> ObservedAttention:
         """Attention that the layer after the cut would compute without the cut."""
-        raise _unsupported("the attention of the layer after the cut")
+        raise _build_unsupported_error("the attention of the layer after the cut")
 
     @property
     def input_before(self) -> LayerInput:
         """Input of the layer before the cut."""
-        raise _unsupported("the input of the layer before the cut")
+        raise _build_unsupported_error("the input of the layer before the cut")
 
     @property
     def unrotated_attention(self) -> ObservedAttention:
         """Attention of the layer before the cut, without rotary embedding."""
-        raise _unsupported("queries and keys before rotary embedding")
+        raise _build_unsupported_error("queries and keys before rotary embedding")
 
     def get_recorded(self, name: str) -> list[Any]:
         """Return the values that the `Recorder` of an observable stored, one per watched module."""
-        raise _unsupported(f"the recorded values of {name!r}")
+        raise _build_unsupported_error(f"the recorded values of {name!r}")
 
     @property
     def first_layer(self) -> nn.Module:
         """First layer of the decoder."""
-        raise _unsupported("the first layer of the decoder")
+        raise _build_unsupported_error("the first layer of the decoder")
 
     def get_embeddings(self, position: Tensor, segments: Segments) -> Tensor:
         """Return the input of the decoder for the tokens at `position`, shape (S, N, D)."""
-        raise _unsupported("the input of the decoder")
+        raise _build_unsupported_error("the input of the decoder")
 
     def read_tower(self, key: tuple[Any, ...], segments: Segments) -> Tensor:
         """Return values that were observed in the vision tower, shape (S, N, C). Padding is 0.
@@ -192,12 +192,12 @@ class TokenSource:
             key: Name of the observable, followed by the block if it is read by block.
             segments: Segments of the visual tokens.
         """
-        raise _unsupported("the vision tower")
+        raise _build_unsupported_error("the vision tower")
 
     def patches(self, segments: Segments) -> Patches:
         """Return the location of each token in the vision tower."""
-        raise _unsupported("the patches of the vision tower")
+        raise _build_unsupported_error("the patches of the vision tower")
 
 
-def _unsupported(what: str) -> TokenPruneError:
+def _build_unsupported_error(what: str) -> TokenPruneError:
     return TokenPruneError(f"it reads {what}, which this engine does not provide")

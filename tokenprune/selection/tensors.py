@@ -139,11 +139,12 @@ def build_segments(
         mask=mask,
         grids=grids,
         modality=modality,
-        frames=list(frames or []) or [_frame_sizes(*facts) for facts in zip(counts, grids, modality, strict=True)],
+        frames=list(frames or [])
+        or [_compute_frame_sizes(*facts) for facts in zip(counts, grids, modality, strict=True)],
     )
 
 
-def _frame_sizes(count: int, grid: tuple[int, int, int] | None, modality: str) -> list[int] | None:
+def _compute_frame_sizes(count: int, grid: tuple[int, int, int] | None, modality: str) -> list[int] | None:
     """Return the number of tokens per frame. An image is one frame, and a video needs a grid."""
     if modality == "image":
         return [count]

@@ -183,7 +183,7 @@ class CostModel:
                 if method.site is Site.PRE_ENCODER:
                     pixels *= share
                 elif self.tower is not None:
-                    merged = _tower_shares(method, share, self.tower.layers)
+                    merged = _compute_tower_shares(method, share, self.tower.layers)
                 continue
             arrived = visual
             for stage, stage_budget in method.stages(budget, layers):
@@ -205,7 +205,7 @@ class CostModel:
         )[0]
 
 
-def _tower_shares(method: Method, share: float, blocks: int) -> list[float]:
+def _compute_tower_shares(method: Method, share: float, blocks: int) -> list[float]:
     """Return the share of the tokens at the input of each tower block, and at the output of the last block."""
     if isinstance(method, UnitDropper):
         first = method.block(blocks)

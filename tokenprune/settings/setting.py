@@ -106,7 +106,9 @@ class Setting:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that `from_json` reads as this setting, without `guard` and `tuned`."""
-        methods = [{"method": name, **_without_content(options)} for name, options in self._methods_with_options()]
+        methods = [
+            {"method": name, **_replace_files_by_paths(options)} for name, options in self._list_methods_with_options()
+        ]
         scope = {
             "keep": self.keep,
             "per": self.per,
@@ -129,7 +131,7 @@ class Setting:
 
     def to_text(self) -> str:
         """Return the methods and options on one line, without budgets. `from_text` is the inverse."""
-        return "+".join(format_method(name, options) for name, options in self._methods_with_options())
+        return "+".join(format_method(name, options) for name, options in self._list_methods_with_options())
 
     @property
     def name(self) -> str:
@@ -162,7 +164,7 @@ class Setting:
         parts = [self.to_json(), self.guard, self.tuned, self.bounds, self.digests]
         return json.dumps(parts, sort_keys=True, default=repr)
 
-    def _methods_with_options(self) -> list[tuple[str, Options]]:
+    def _list_methods_with_options(self) -> list[tuple[str, Options]]:
         return list(zip(self.names, self.options, strict=True)) if self.names else []
 
     # -- methods and budgets
@@ -185,7 +187,7 @@ class Setting:
         """Configured methods. Raises OptionError if an option is invalid, or there is no method."""
         if not self.names and (self.max_visual_tokens is None or self.keep is not None):
             raise OptionError(describe_missing_method(self.where, self.off))
-        methods = [self._build(*method) for method in self.with_files()._methods_with_options()]
+        methods = [self._build(*method) for method in self.with_files()._list_methods_with_options()]
         return apply_limit(methods, [], self.max_visual_tokens)[0]
 
     @cached_property
@@ -214,14 +216,14 @@ class Setting:
     @property
     def draws_at_random(self) -> bool:
         """True if a method uses random numbers and its seed is not set."""
-        return any(_lacks_seed(name, options) for name, options in self._methods_with_options())
+        return any(_lacks_seed(name, options) for name, options in self._list_methods_with_options())
 
     @property
     def files(self) -> list[str]:
         """Options that name a file, such as "thresholds of dymu". No file is opened."""
         return [
             f"{option} of {name}"
-            for name, options in self._methods_with_options()
+            for name, options in self._list_methods_with_options()
             for option in options
             if option in get_file_options(method_class(name))
         ]
@@ -243,7 +245,9 @@ class Setting:
         Raises:
             OptionError: If a file cannot be read.
         """
-        return replace(self, options=tuple(self._read_files(*method, read) for method in self._methods_with_options()))
+        return replace(
+            self, options=tuple(self._read_files(*method, read) for method in self._list_methods_with_options())
+        )
 
     def _read_files(self, name: str, options: Options, read: Callable[[str], File]) -> Options:
         options = dict(options)
@@ -269,7 +273,7 @@ class Setting:
     @cached_property
     def pixel_budget(self) -> Budget:
         """The budget of `pixel_method`. It keeps everything if there is no such method."""
-        return self._budget_of(self.pixel_method)
+        return self._get_budget(self.pixel_method)
 
     @cached_property
     def method(self) -> Method | None:
@@ -279,7 +283,7 @@ class Setting:
     @cached_property
     def budget(self) -> Budget:
         """The budget of `method`. It keeps everything if there is no such method."""
-        return self._budget_of(self.method)
+        return self._get_budget(self.method)
 
     @cached_property
     def keeps_all_tokens(self) -> bool:
@@ -307,7 +311,7 @@ class Setting:
     def _methods_or_none(self) -> list[Method]:
         return self.methods if self.all_names else []
 
-    def _budget_of(self, method: Method | None) -> Budget:
+    def _get_budget(self, method: Method | None) -> Budget:
         return Budget(keep=1.0) if method is None else self.budgets[self.methods.index(method)]
 
     # -- other settings
@@ -329,7 +333,7 @@ class Setting:
                 **defaults.get(name, {}),
                 **options,
             }
-            for name, options in self._methods_with_options()
+            for name, options in self._list_methods_with_options()
         )
         return replace(self, options=options)
 
@@ -375,6 +379,6 @@ def _lacks_seed(name: str, options: Options) -> bool:
     return "seed" in get_option_types(method_class(name)) and "seed" not in options
 
 
-def _without_content(options: Options) -> Options:
+def _replace_files_by_paths(options: Options) -> Options:
     """Return the options with the path in place of each file that was read, so that JSON and pickles stay small."""
     return {name: str(value) if isinstance(value, File) else value for name, value in options.items()}

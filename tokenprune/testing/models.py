@@ -111,7 +111,7 @@ def check_model(model: nn.Module, inputs: Mapping[str, Any], *, keep: float = 0.
     if not adapter.stateful:
         with _mask_dropped(adapter.decoder.layers, kept):
             expected = _get_logits(model(**inputs))
-        oracle = _largest_difference(pruned[kept], expected[kept])
+        oracle = _compute_largest_difference(pruned[kept], expected[kept])
         require(
             oracle <= limit,
             f"logits of kept tokens differ from the masked model by {oracle}",
@@ -126,7 +126,7 @@ def _get_logits(output: Any) -> Tensor:
     return values
 
 
-def _largest_difference(actual: Tensor, expected: Tensor) -> float:
+def _compute_largest_difference(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference as a share of the largest expected value or of 1; infinity for NaN.
 
     Logits of suppressed tokens are ignored.
@@ -147,7 +147,7 @@ def _step_difference(model: Any, inputs: Mapping[str, Any]) -> float:
         if isinstance(value, Tensor) and value.shape == shape:
             added = {"input_ids": first, "attention_mask": torch.ones_like(first)}.get(name, torch.zeros_like(first))
             longer[name] = torch.cat([value, added.to(value.dtype)], 1)
-    return _largest_difference(out.logits[1], _get_logits(model(**longer))[:, -1])
+    return _compute_largest_difference(out.logits[1], _get_logits(model(**longer))[:, -1])
 
 
 @contextmanager

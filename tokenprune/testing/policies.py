@@ -60,7 +60,9 @@ def _check_view(policy: Policy, view: PolicyView, keep: int) -> None:
     before = {name: value.clone() for name, value in vars(view).items() if isinstance(value, Tensor)}
     chosen = _select_checked(policy, view, keep)
     changed = [
-        name for name, value in before.items() if not torch.equal(_comparable(value), _comparable(getattr(view, name)))
+        name
+        for name, value in before.items()
+        if not torch.equal(_replace_nan(value), _replace_nan(getattr(view, name)))
     ]
     require(not changed, f"it modifies its input {', '.join(changed)}")
     _select_checked(policy, _build_view(policy, frames=3, seed=7), 5)
@@ -80,7 +82,7 @@ def _select_checked(policy: Policy, view: PolicyView, keep: int) -> Tensor:
     return chosen
 
 
-def _comparable(values: Tensor) -> Tensor:
+def _replace_nan(values: Tensor) -> Tensor:
     return values.nan_to_num() if values.is_floating_point() else values
 
 

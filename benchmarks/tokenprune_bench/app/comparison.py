@@ -169,11 +169,11 @@ def compare_in_stages(
         comparison = draw_kept(subject, prompt, settings, still_wanted)
     yield comparison
     with lock:
-        comparison = _shown(subject, prompt, settings, still_wanted, answered=True)
+        comparison = _build_comparison(subject, prompt, settings, still_wanted, answered=True)
     yield comparison
     for index, result in enumerate(comparison.asked):
         with lock:
-            timed = replace(result, ttft=_timed(subject, prompt, result.setting, still_wanted))
+            timed = replace(result, ttft=_measure_times(subject, prompt, result.setting, still_wanted))
         asked = (*comparison.asked[:index], timed, *comparison.asked[index + 1 :])
         comparison = replace(comparison, asked=asked)
         yield comparison
@@ -183,10 +183,10 @@ def draw_kept(
     subject: Model, prompt: PagePrompt, settings: Sequence[Setting], still_wanted: Callable[[], None] = lambda: None
 ) -> Comparison:
     """Return the kept tokens of each setting. The model generates one token and no answer."""
-    return _shown(replace(subject, max_new_tokens=1), prompt, settings, still_wanted, answered=False)
+    return _build_comparison(replace(subject, max_new_tokens=1), prompt, settings, still_wanted, answered=False)
 
 
-def _shown(
+def _build_comparison(
     subject: Model, prompt: PagePrompt, settings: Sequence[Setting], still_wanted: Callable[[], None], answered: bool
 ) -> Comparison:
     shown = side_by_side.show(
@@ -194,23 +194,25 @@ def _shown(
     )
     asked = [
         SettingResult(
-            setting, shown.tokens, int(view.kept.sum()), _jpeg(panel.image), replace(view.stats, cuts=[]),
+            setting, shown.tokens, int(view.kept.sum()), _encode_jpeg(panel.image), replace(view.stats, cuts=[]),
             view.answer if answered else None,
         )
         for setting, view, panel in zip(settings, shown.seen, shown.kept_panels, strict=True)
     ]  # fmt: skip
     strips = max(len(view.frames) for view in shown.seen) > 1
-    original, before = _jpeg(shown.panels[0].image), shown.before if answered else None
+    original, before = _encode_jpeg(shown.panels[0].image), shown.before if answered else None
     return Comparison(prompt, original, shown.tokens, tuple(asked), strips, shown.notes, before)
 
 
-def _jpeg(image: Image.Image) -> bytes:
+def _encode_jpeg(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "JPEG", quality=90, subsampling=0)
     return file.getvalue()
 
 
-def _timed(subject: Model, prompt: PagePrompt, setting: Setting, still_wanted: Callable[[], None]) -> dict[str, Any]:
+def _measure_times(
+    subject: Model, prompt: PagePrompt, setting: Setting, still_wanted: Callable[[], None]
+) -> dict[str, Any]:
     images, question = prompt.images, prompt.question
     video = len(images) > 1 and contact_sheet.is_video_input(subject, setting)
 

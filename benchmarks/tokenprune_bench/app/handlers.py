@@ -85,10 +85,12 @@ class Handlers:
                 asked = [str(example.file), example.question if shared.question is None else shared.question]
         names = drawable(video)
         return [
-            *asked, _methods(names, first, FIRST, shared.first), _methods(["", *names], second, SECOND, shared.second),
+            *asked,
+            _build_method_dropdown(names, first, FIRST, shared.first),
+            _build_method_dropdown(["", *names], second, SECOND, shared.second),
             gr.skip() if keep != KEEP or not shared.keep else shared.keep,
             gr.Dataset(samples=samples(self.examples, video)) if shown else gr.skip(),
-        ]  # fmt: skip
+        ]
 
     def choose_example(self, index: int) -> tuple[str, str]:
         """Return file and question of an example."""
@@ -111,7 +113,7 @@ class Handlers:
             yield from self._compare(session, request, keep)
         else:
             session.begin()
-            yield _all(self.loading.get(), comparison, keep)
+            yield _build_outputs(self.loading.get(), comparison, keep)
 
     def _compare(self, session: AppSession, request: tuple, keep: float) -> Iterator[list[Any]]:
         still_wanted = session.begin()
@@ -133,7 +135,7 @@ class Handlers:
                 still_wanted()
                 session.comparisons[keep] = comparison
                 left = pace.format_remaining(index + 1, len(parts))
-                yield _all(subject, comparison, keep, ", ".join(filter(None, (parts[index], left))))
+                yield _build_outputs(subject, comparison, keep, ", ".join(filter(None, (parts[index], left))))
         except Superseded:
             yield [gr.skip()] * 6  # a generator without values clears the page
         except TokenPruneError as error:
@@ -216,7 +218,7 @@ def samples(examples: Examples, video: bool) -> list[list[dict[str, Any]]]:
     return [[{"text": example.question, "files": [str(example.file)]}] for example in examples.list_supported(video)]
 
 
-def _methods(names: list[str], chosen: str | None, default: str, shared: str | None) -> gr.Dropdown:
+def _build_method_dropdown(names: list[str], chosen: str | None, default: str, shared: str | None) -> gr.Dropdown:
     """Return the list of methods, with the address's method selected unless the visitor chose another."""
     return (
         gr.Dropdown(choices=names) if chosen != default or shared is None else gr.Dropdown(choices=names, value=shared)
@@ -227,7 +229,7 @@ def _request(file: str | None, question: str, *methods: str | None) -> tuple:
     return file, question, tuple(text.strip() for text in methods if text and text.strip())
 
 
-def _all(subject: Model, comparison: Comparison, keep: float, status: str = "") -> list[Any]:
+def _build_outputs(subject: Model, comparison: Comparison, keep: float, status: str = "") -> list[Any]:
     """Return all outputs of a comparison."""
     settings, name = [result.setting for result in comparison.asked], subject.name.partition(" ")[0]
     lines: Sequence[str] = (

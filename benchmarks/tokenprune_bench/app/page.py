@@ -66,7 +66,11 @@ def build(loading: Loading, folder: Path, max_visual_tokens: int | None = None) 
         if not examples.listed:
             gr.Markdown("Install tokenprune-demo for examples.")
         with gr.Tabs():
-            lines = [_copied("Python", "python"), _copied("vLLM", "shell"), _copied("Benchmark", "shell")]
+            lines = [
+                _build_code_tab("Python", "python"),
+                _build_code_tab("vLLM", "shell"),
+                _build_code_tab("Benchmark", "shell"),
+            ]
 
         inputs, outputs = [session, file, question, first, second, keep], [head, panels, details, *lines]
         # Several requests may run: a later request of a visitor stops the previous request, and the model has a lock.
@@ -105,7 +109,7 @@ def launch(page: gr.Blocks, host: str, port: int, open_browser: bool, block: boo
         raise TokenPruneError(f"Cannot listen at {host}:{port} ({error}). Pass another --port.") from error
 
 
-def _copied(label: str, language: str) -> gr.Code:
+def _build_code_tab(label: str, language: str) -> gr.Code:
     with gr.Tab(label):
         return gr.Code(
             language=language, show_label=False, interactive=False, wrap_lines=True, lines=1, show_line_numbers=False,

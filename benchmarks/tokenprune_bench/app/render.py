@@ -30,24 +30,24 @@ def head(comparison: Comparison, keep: float, status: str = "") -> str:
         f"<li><b>{html.escape(result.name)}</b>: {html.escape(headline(comparison, result, _CORES))}</li>"
         for result in comparison.asked
     )
-    notes = "".join(f"<p class=tokenprune-note>⚠ {html.escape(text)}</p>" for text in _warnings(comparison))
+    notes = "".join(f"<p class=tokenprune-note>⚠ {html.escape(text)}</p>" for text in _list_warnings(comparison))
     shared = "these settings, without your file" if example is None else "these settings"
     return (
-        f"<h2>{html.escape(question)}</h2><ul>{sentences}</ul>{_status(status)}{notes}"
+        f"<h2>{html.escape(question)}</h2><ul>{sentences}</ul>{_format_status(status)}{notes}"
         f'<p><a href="{html.escape(link.query(example, question, methods, keep))}">Link to {shared}</a></p>'
     )
 
 
 def waiting(status: str) -> str:
     """Return the status that replaces the headline before the first result."""
-    return _status(status)
+    return _format_status(status)
 
 
 def panels(comparison: Comparison) -> str:
     """Return the original and the kept tokens of each method: in a row, or below each other for strips of frames."""
     right = comparison.prompt.right
     cells = [
-        _panel(
+        _format_panel(
             "original",
             "unpatched",
             comparison.original,
@@ -59,12 +59,16 @@ def panels(comparison: Comparison) -> str:
     ]
     for result in comparison.asked:
         kept = f"{result.tokens} → {result.kept} visual tokens"
-        time = "" if result.ttft is None else f"first token after {_ms(comparison, result)}"
-        cells.append(_panel(f"kept by {result.name}", result.name, result.drawing, kept, result.answer, right, time))
+        time = "" if result.ttft is None else f"first token after {_format_first_token_time(comparison, result)}"
+        cells.append(
+            _format_panel(f"kept by {result.name}", result.name, result.drawing, kept, result.answer, right, time)
+        )
     return f"<div class='tokenprune-row{' strips' if comparison.strips else ''}'>{''.join(cells)}</div>"
 
 
-def _panel(alt: str, title: str, image: bytes, tokens: str, answer: str | None, right: str | None, time: str) -> str:
+def _format_panel(
+    alt: str, title: str, image: bytes, tokens: str, answer: str | None, right: str | None, time: str
+) -> str:
     source = "data:image/jpeg;base64," + base64.b64encode(image).decode()
     said = "…" if answer is None else html.escape(answer) + _mark(answer, right)
     lines = [f"<b>{html.escape(title)}</b>", f"<span class=answer>{said}</span>", tokens, *([time] if time else [])]
@@ -83,20 +87,20 @@ def _mark(answer: str, right: str | None) -> str:
 
 def details(comparison: Comparison) -> str:
     """Return a table of costs and bars of the visual tokens per layer; "" while the comparison is not complete."""
-    return _table(comparison) + _layers(comparison) if comparison.complete else ""
+    return _format_table(comparison) + _format_layer_bars(comparison) if comparison.complete else ""
 
 
-def _table(comparison: Comparison) -> str:
+def _format_table(comparison: Comparison) -> str:
     """Return a table with one column per setting, which also fits a phone."""
     unpatched = (
         "unpatched",
         comparison.before,
         str(comparison.tokens),
         str(comparison.tokens),
-        _size(comparison.asked[0].stats.kv_bytes_full),
-        _ms(comparison),
+        _format_size(comparison.asked[0].stats.kv_bytes_full),
+        _format_first_token_time(comparison),
     )
-    columns = [unpatched, *(_column(comparison, result) for result in comparison.asked)]
+    columns = [unpatched, *(_format_column(comparison, result) for result in comparison.asked)]
     names, *values = zip(*columns, strict=True)
     titles = ("answer", "visual tokens", "average over the layers", "KV cache", "time to first token")
     head = "<tr><th></th>" + "".join(f"<th>{html.escape(name)}</th>" for name in names) + "</tr>"
@@ -107,7 +111,7 @@ def _table(comparison: Comparison) -> str:
     return f"<div class='tokenprune-table'><table>{head}{body}</table></div>"
 
 
-def _column(comparison: Comparison, result: SettingResult) -> tuple[str | None, ...]:
+def _format_column(comparison: Comparison, result: SettingResult) -> tuple[str | None, ...]:
     speed_up, change = 1 / result.ttft["ttft_ratio"]["p50"], ""
     if not is_busy(result.ttft["load"], _CORES):  # the times of a busy machine are not judged
         change = f" ({format_ratio(max(speed_up, 1 / speed_up))} {'faster' if speed_up > 1 else 'slower'})"
@@ -116,12 +120,12 @@ def _column(comparison: Comparison, result: SettingResult) -> tuple[str | None, 
         result.answer,
         f"{result.tokens} → {result.kept}",
         str(round(result.stats.visual_tokens_average)),
-        _size(result.stats.kv_bytes),
-        f"{_ms(comparison, result)}{change}",
+        _format_size(result.stats.kv_bytes),
+        f"{_format_first_token_time(comparison, result)}{change}",
     )
 
 
-def _layers(comparison: Comparison) -> str:
+def _format_layer_bars(comparison: Comparison) -> str:
     parts = []
     for result in comparison.asked:
         layers = result.stats.visual_tokens_per_layer
@@ -147,31 +151,31 @@ def _format_layers(layers: Sequence[int]) -> str:
     return ", ".join(parts)
 
 
-def _warnings(comparison: Comparison) -> list[str]:
+def _list_warnings(comparison: Comparison) -> list[str]:
     timed = [result.ttft["load"] or 0 for result in comparison.asked if result.ttft]
-    said = [comparison.prompt.note, format_busy_note(max(timed)) if timed else _busy_now(), *comparison.notes]
+    said = [comparison.prompt.note, format_busy_note(max(timed)) if timed else _describe_load(), *comparison.notes]
     if any(is_slower(result, _CORES) for result in comparison.asked):
         said.append(WHY_SLOWER)
     said += [f"{result.setting.to_text()}: {text}" for result in comparison.asked for text in result.stats.notes]
     return [text for text in dict.fromkeys(said) if text]
 
 
-def _busy_now() -> str:
+def _describe_load() -> str:
     load = get_machine_load()
     return f"The machine is busy (load {load:.1f} on {_CORES} cores): times are not reliable." if is_busy(
         load, _CORES
     ) else ""  # fmt: skip
 
 
-def _status(text: str) -> str:
+def _format_status(text: str) -> str:
     return f"<p role=status class=tokenprune-status>{html.escape(text)}</p>" if text else ""
 
 
-def _size(num_bytes: float) -> str:
+def _format_size(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.0f} KiB" if num_bytes < 10 * 2**20 else f"{num_bytes / 2**20:.0f} MiB"
 
 
-def _ms(comparison: Comparison, result: SettingResult | None = None) -> str:
+def _format_first_token_time(comparison: Comparison, result: SettingResult | None = None) -> str:
     """Return the time to first token of a setting, or of the unpatched model for None.
 
     The unpatched model is timed again with each method. Its time is the median over methods. A method's time is this

@@ -117,7 +117,7 @@ class Fitter:
                 f"{self.name} is fitted on images like yours. Pass a folder with --images, a file with --data, or the "
                 "number of scenes to draw with --limit."
             )
-        return [(scene, question or scene_question) for scene, scene_question in _scenes(limit)]
+        return [(scene, question or scene_question) for scene, scene_question in _iter_scenes(limit)]
 
     def run(self, subject: Model, samples: FitSamples, out: Path, step: Callable[[str, int, int], None]) -> Any:
         """Run the method's `fit`, which writes `out`, and return its result.
@@ -229,7 +229,7 @@ def _read_pairs(data: Path, question: str | None, default: str) -> Iterator[tupl
         yield path, asked
 
 
-def _scenes(limit: int) -> Iterator[tuple[Image.Image, str]]:
+def _iter_scenes(limit: int) -> Iterator[tuple[Image.Image, str]]:
     draw_scene = require(
         "tokenprune_demo.scenes", "drawn images need another package (or pass a folder with --images)"
     ).draw_scene

@@ -64,12 +64,12 @@ def fit_hawk(
     for done, sample in enumerate(samples, 1):
         full = model.generate(**sample, **options)
         answer = full.sequences[:, full.sequences.shape[1] - len(full.logits) :]
-        base = _likelihood(full.logits, answer, model.generation_config.eos_token_id)
+        base = _compute_log_likelihood(full.logits, answer, model.generation_config.eos_token_id)
         without = []
         for head in range(heads):
             with _without(decoder, head):
                 forced = model.generate(**sample, **options, logits_processor=[ForcedTokens(answer)])
-            without.append(_likelihood(forced.logits, answer, model.generation_config.eos_token_id))
+            without.append(_compute_log_likelihood(forced.logits, answer, model.generation_config.eos_token_id))
         drops.append((base - torch.stack(without, 1)).cpu())
         if progress is not None:
             progress(done)
@@ -85,7 +85,7 @@ def fit_hawk(
     return fitted
 
 
-def _likelihood(logits: tuple[Tensor, ...], answer: Tensor, eos: int | list[int] | None) -> Tensor:
+def _compute_log_likelihood(logits: tuple[Tensor, ...], answer: Tensor, eos: int | list[int] | None) -> Tensor:
     """Return the log-likelihood of each answer including its end token, float64, shape (batch,).
 
     Args:

@@ -30,7 +30,7 @@ class ImageFiles:
         self.digest: str | None = None
         self.items: Iterable[Any]
         if isinstance(images, (str, Path)):
-            self.items = _files(Path(images))
+            self.items = _list_image_files(Path(images))
         elif isinstance(images, Iterable):
             self.items = images
         else:
@@ -47,7 +47,7 @@ class ImageFiles:
         return iter(self.items)
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_image_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise OptionError(f"images={str(folder)!r} is not a folder. Pass a folder of images.")
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())

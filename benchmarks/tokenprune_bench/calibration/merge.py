@@ -81,21 +81,21 @@ def count_merges(tower: Tower, left: int, schedule: str) -> list[int]:
     """
     target, blocks = tower.patches - left, tower.blocks_read
     upper = tower.tokens * blocks**2  # more than any block can merge
-    reach = sum(_capped(_shares(upper, blocks, schedule), tower))
+    reach = sum(_limit_counts(_split_total(upper, blocks, schedule), tower))
     if target > reach:
         raise BudgetError(
             f"dymu cannot keep only {left} of {tower.patches} patches with schedule={schedule!r}: {blocks} blocks that "
             f"halve their tokens keep at least {tower.patches - reach}. Increase keep."
         )
     total = target
-    while sum(counts := _capped(_shares(total, blocks, schedule), tower)) < target:
+    while sum(counts := _limit_counts(_split_total(total, blocks, schedule), tower)) < target:
         total += 1
     for block in reversed(range(blocks)):  # raising the total by one can raise the sum by more
         counts[block] -= min(counts[block], sum(counts) - target)
     return counts + [0] * (tower.blocks - blocks)
 
 
-def _shares(total: int, blocks: int, schedule: str) -> list[int]:
+def _split_total(total: int, blocks: int, schedule: str) -> list[int]:
     """Split `total` into integers in the proportions of the schedule."""
     if schedule == "constant" or blocks < 2:
         share, over = divmod(total, max(1, blocks))
@@ -108,7 +108,7 @@ def _shares(total: int, blocks: int, schedule: str) -> list[int]:
     return counts if schedule == "linear" else counts[::-1]
 
 
-def _capped(counts: list[int], tower: Tower) -> list[int]:
+def _limit_counts(counts: list[int], tower: Tower) -> list[int]:
     left, capped = tower.tokens, []
     for count in counts:
         capped.append(min(count, max_merges(left, tower.protected)))

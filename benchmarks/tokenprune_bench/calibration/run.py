@@ -81,10 +81,10 @@ def calibrate(
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise OptionError(f"batch_size={batch_size!r} is not valid. Pass an int >= 1.")
     calibrators = [Calibrator(schedule=schedule) for _ in keeps]
-    parts = [_part(model, calibrator, share) for calibrator, share in zip(calibrators, keeps, strict=True)]
+    parts = [_build_part(model, calibrator, share) for calibrator, share in zip(calibrators, keeps, strict=True)]
     tower = parts[0].reducer.layout.shape
     assert tower.module is not None  # set by the engines
-    source, pixels = ImageFiles(images), _pixels(parts[0], model, processor)
+    source, pixels = ImageFiles(images), _build_pixels(parts[0], model, processor)
     settings = {"keeps": keeps, "schedule": schedule, "batch_size": batch_size}
     state = CalibrationState.load_or_create(out, source, tower, settings, resume)
 
@@ -156,7 +156,7 @@ def _keeps(keep: Any) -> list[float]:
     return keeps
 
 
-def _part(model: Any, calibrator: Calibrator, keep: float) -> TowerPart | TimmPatch:
+def _build_part(model: Any, calibrator: Calibrator, keep: float) -> TowerPart | TimmPatch:
     from tokenprune.integrations.timm import build_timm_patch, is_timm
 
     if is_timm(model):
@@ -169,7 +169,7 @@ def _part(model: Any, calibrator: Calibrator, keep: float) -> TowerPart | TimmPa
     return build_tower_part(adapter, calibrator, Budget.from_keep(keep))
 
 
-def _pixels(part: TowerPart | TimmPatch, model: Any, processor: Any) -> Pixels:
+def _build_pixels(part: TowerPart | TimmPatch, model: Any, processor: Any) -> Pixels:
     module = part.reducer.layout.shape.module
     assert module is not None  # set by the engines
     return (PackedPixels if hasattr(module, "spatial_merge_size") else Pixels)(model, module, processor)

@@ -75,7 +75,7 @@ class ObservedPrompts:
         sample.targets[target] = measure(target, self.model, arguments, sample)
         return sample
 
-    def _path(self, index: int) -> Path:
+    def _get_path(self, index: int) -> Path:
         assert self.folder is not None  # checked by the callers
         name = f"{index:07}" if self.sample_keys is None else self.sample_keys[index]
         return self.folder / f"{name}.safetensors"
@@ -85,7 +85,7 @@ class ObservedPrompts:
         if self.folder is None:
             return index in self.samples, self.samples.get(index)
         try:
-            tensors = load(self._path(index).read_bytes())
+            tensors = load(self._get_path(index).read_bytes())
             return True, ObservedPrompt.from_tensors(tensors) if tensors else None
         except (OSError, SafetensorError, KeyError, TypeError, ValueError):
             return False, None
@@ -96,7 +96,7 @@ class ObservedPrompts:
             self.samples[index] = sample
             return
         tensors = {} if sample is None else {name: value.contiguous() for name, value in sample.to_tensors().items()}
-        write_atomically(self._path(index), save(tensors))
+        write_atomically(self._get_path(index), save(tensors))
 
     def open(self, identity: dict[str, Any], restart: bool) -> None:
         """Create the folder, or check that its samples belong to this fit.

@@ -227,7 +227,7 @@ class SelectorTraining:
             epoch, index = divmod(step, count)
             order = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(self.seed * 1009 + epoch))
             with torch.enable_grad():
-                (self._loss(self._get(int(order[index])), step) / len(batch)).backward()
+                (self._compute_sample_loss(self._get(int(order[index])), step) / len(batch)).backward()
         self.optimizer.step()
         self.done = batch.stop
         decay = min(_AVERAGE, self.done / (self.done + 10 * _BATCH))
@@ -237,7 +237,7 @@ class SelectorTraining:
     def _compute_logits(self, weights: dict[str, Tensor], sample: ObservedPrompt) -> Tensor:
         return compute_logits(weights, sample.inputs.float(), sample.question if self.use_question else None)
 
-    def _loss(self, sample: ObservedPrompt, step: int) -> Tensor:
+    def _compute_sample_loss(self, sample: ObservedPrompt, step: int) -> Tensor:
         logit = self._compute_logits(self.weights, sample)
         if self.target != "topk":
             likely = logit.masked_fill(~sample.mask, -1e4).log_softmax(1)

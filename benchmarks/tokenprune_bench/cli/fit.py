@@ -50,7 +50,7 @@ def fit(
         return
     if images and data:
         raise OptionError("pass either --images or --data, not both")
-    fitter = Fitter(name, _options(context.args))
+    fitter = Fitter(name, _parse_options(context.args))
     out = fitter.default_out if out is None else out
     check_output(out)
     asked = fitter.load_samples(
@@ -92,7 +92,7 @@ def _print_help(context: typer.Context, name: str | None) -> None:
         console.print(Padding(Text(description), (0, 0, 0, 4)))
 
 
-def _options(arguments: Sequence[str]) -> dict[str, str | bool]:
+def _parse_options(arguments: Sequence[str]) -> dict[str, str | bool]:
     """Return the options that typer does not know, by name; True for one without a value."""
     options: dict[str, str | bool] = {}
     name = ""

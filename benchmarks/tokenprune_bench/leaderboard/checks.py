@@ -37,7 +37,7 @@ def read_entry(path: Path) -> LeaderboardEntry:
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}") from error
     try:
-        entry = _entry(data)
+        entry = _parse_entry(data)
         check_entry(entry)
         _require(path.name == get_file_name(entry), f"its name must be {get_file_name(entry)}")
     except DataError as error:
@@ -93,7 +93,7 @@ def check_entry(entry: LeaderboardEntry) -> None:
     _require(not unmatched, f"the line of random is missing at keep {sorted(unmatched)}")
 
 
-def _entry(data: Any) -> LeaderboardEntry:
+def _parse_entry(data: Any) -> LeaderboardEntry:
     """Return the entry of a JSON object. Raise DataError for missing or unknown fields."""
     _require(isinstance(data, Mapping), "the file must hold an object")
     if data.get("schema") != SCHEMA:

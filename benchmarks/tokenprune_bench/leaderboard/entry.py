@@ -145,7 +145,7 @@ def build_entry(
         visual_tokens=round(base["stats"]["visual_tokens_in"] / base["questions"], 2),
         unpatched=_score(theirs),
         run=run,
-        lines=[_line(record, answers, base, rivals) for record, answers in answered if record is not base],
+        lines=[_build_line(record, answers, base, rivals) for record, answers in answered if record is not base],
     )
 
 
@@ -155,7 +155,9 @@ def get_versions(environment: Mapping[str, Any]) -> dict[str, str]:
     return {name: environment[name] for name in known if name in environment}
 
 
-def _line(record: Mapping[str, Any], answers: Answers, base: Mapping[str, Any], rivals: dict[tuple, Answers]) -> Line:
+def _build_line(
+    record: Mapping[str, Any], answers: Answers, base: Mapping[str, Any], rivals: dict[tuple, Answers]
+) -> Line:
     """Return the line of a result.
 
     Args:

@@ -53,7 +53,7 @@ def add_run(run: Path, to: Path, *, by: str, note: str = "", model: str = "") ->
 
 def read_run(run: Path, *, by: str, note: str = "", model: str = "") -> LeaderboardEntry:
     """Return the checked entry of a run. See `add_run`."""
-    config = _config(run)
+    config = _read_config(run)
     records = read_records(run)
     header, *results = records
     _check_whole(run, header, results)
@@ -70,7 +70,7 @@ def read_run(run: Path, *, by: str, note: str = "", model: str = "") -> Leaderbo
     return entry
 
 
-def _config(run: Path) -> dict[str, Any]:
+def _read_config(run: Path) -> dict[str, Any]:
     path = run / CONFIG
     if not path.is_file() or not (run / RESULTS).is_file():
         raise RunError(f"{run} is not the folder of a run. Run `tokenprune bench --run FOLDER`.")

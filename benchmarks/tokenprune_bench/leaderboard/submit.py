@@ -23,7 +23,7 @@ def build_markdown_table(entry: LeaderboardEntry) -> str:
         "brackets are 95 % intervals; ≤rnd, ≤down: not shown to beat `random`, `downsample`."
     )
     lines = ["| method | keep | right, % | tokens, % |", "|---|---|---|---|"]
-    lines += map(_row, sorted(entry.lines, key=lambda line: (-line.keep, -line.score[0], line.method)))
+    lines += map(_format_row, sorted(entry.lines, key=lambda line: (-line.keep, -line.score[0], line.method)))
     versions = ", ".join(f"{name} {version}" for name, version in entry.versions.items())
     return "\n".join([about, "", *lines, "", f"By `tokenprune leaderboard submit`, {entry.date[:10]}, {versions}."])
 
@@ -36,7 +36,7 @@ def write_table(page: Path, entry: LeaderboardEntry) -> None:
     write_text(page, _BLOCK.sub(lambda _: block, text))
 
 
-def _row(line: Line) -> str:
+def _format_row(line: Line) -> str:
     marks = "".join(f" {mark}" for mark in line.marks)
     return f"| `{line.method}` | {line.keep:g} | {_share(line.score)}{marks} | {100 * line.tokens:.1f} |"
 

@@ -67,24 +67,24 @@ def parse_arguments(
         BudgetError: If the budget is not valid.
     """
     ours = {name: arguments[name] for name in OURS if name in arguments}
-    names = _names(ours)
+    names = _parse_method_names(ours)
     options: dict[str, dict[str, Any]] = {name: {} for name in names}
     rest = {}
     for name, value in arguments.items():
         if name in ours:
             continue
-        owners = _owners(name, names)
+        owners = _find_owners(name, names)
         if name in accepted or (anything and not owners):
             rest[name] = value
         elif len(owners) == 1:
             option = name.rpartition(".")[2]
-            options[owners[0]][option] = _typed(owners[0], option, value)
+            options[owners[0]][option] = _parse_list_option(owners[0], option, value)
         elif owners:
             raise OptionError(
                 f"{name}={value} is an option of {' and '.join(owners)}. Write {owners[0]}.{name}={value}."
             )
         else:
-            raise OptionError(_unknown(name, names, base, accepted))
+            raise OptionError(_describe_unknown_argument(name, names, base, accepted))
     guard = {"guard": ours["guard"]} if "guard" in ours else {}
     if "config" in ours:
         config = read_config(ours["config"])
@@ -92,12 +92,12 @@ def parse_arguments(
     if not names:
         return ModelArguments(None, rest)
     methods = [{"method": name, **options[name]} for name in names]
-    config = Setting.from_json({"method": methods} | _budget(ours), "--model_args")
+    config = Setting.from_json({"method": methods} | _parse_budget(ours), "--model_args")
     config.steps()  # raises for invalid budgets
     return ModelArguments(config, rest, **guard)
 
 
-def _names(ours: dict[str, Any]) -> list[str]:
+def _parse_method_names(ours: dict[str, Any]) -> list[str]:
     method = ours.get("method")
     if method is None and "config" not in ours:
         raise OptionError(
@@ -120,21 +120,21 @@ def _names(ours: dict[str, Any]) -> list[str]:
     return names
 
 
-def _owners(name: str, methods: list[str]) -> list[str]:
+def _find_owners(name: str, methods: list[str]) -> list[str]:
     """Return the methods with the option `name`. A method name before a dot selects one method."""
     method, dot, option = name.rpartition(".")
     owners = [each for each in methods if option in {field.name for field in fields(method_class(each))}]
     return [owner for owner in owners if owner == method] if dot else owners
 
 
-def _typed(method: str, option: str, value: Any) -> Any:
+def _parse_list_option(method: str, option: str, value: Any) -> Any:
     """Convert the value of a list option. Entries are separated by "+", because a comma ends the argument."""
     if not isinstance(tokenprune.method_info(method).options[option], tuple):
         return value
     return tuple(map(parse_number, str(value).split("+")))
 
 
-def _budget(ours: dict[str, Any]) -> dict[str, Any]:
+def _parse_budget(ours: dict[str, Any]) -> dict[str, Any]:
     """Return the entries `keep` and `per` of a setting, if present."""
     targets = {
         name: [parse_number(part) for part in str(ours[name]).split("+")]
@@ -155,7 +155,7 @@ def _budget(ours: dict[str, Any]) -> dict[str, Any]:
     return {"keep": keeps if len(keeps) > 1 else keeps[0]} | per
 
 
-def _unknown(name: str, methods: list[str], base: str, accepted: Collection[str]) -> str:
+def _describe_unknown_argument(name: str, methods: list[str], base: str, accepted: Collection[str]) -> str:
     options = [field.name for method in methods for field in fields(method_class(method))]
     close = difflib.get_close_matches(name, [*OURS, *options, *accepted], n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""

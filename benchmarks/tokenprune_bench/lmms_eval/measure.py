@@ -124,7 +124,7 @@ class _Watch(Attachable):
     def _note(self, ids: torch.Tensor, kwargs: dict[str, Any], output: Any, seconds: float) -> None:
         rows, length = ids.shape
         first, kv_bytes = self._first
-        visual = self._visual_tokens(ids, kwargs)
+        visual = self._count_visual_tokens(ids, kwargs)
         stats = compute_unpatched_cost(self.shape, rows, length, visual, kv_bytes)
         if visual and tokenprune.is_patched(self.model):  # statistics of a patch cover only calls with images
             stats = tokenprune.stats(self.model)
@@ -136,7 +136,7 @@ class _Watch(Attachable):
         sequences = getattr(output, "sequences", output)
         self.tally.new_tokens += rows * max(0, sequences.shape[1] - length)
 
-    def _visual_tokens(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> int:
+    def _count_visual_tokens(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> int:
         return sum(int(mask.sum()) for mask in self.adapter.visual_mask({"input_ids": ids} | kwargs).values())
 
 

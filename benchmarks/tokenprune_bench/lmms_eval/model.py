@@ -97,8 +97,8 @@ def load(base: str | None = None, *, force_simple: bool = False, **arguments: An
         OptionError: If an argument is not valid. Arguments are checked before weights are loaded.
         TokenPruneError: The errors of `tokenprune.patch`.
     """
-    cls = _base_class(base, force_simple)
-    parsed = parse_arguments(arguments, base, *_parameters(cls))
+    cls = _get_base_class(base, force_simple)
+    parsed = parse_arguments(arguments, base, *_find_parameters(cls))
     patched_class = type(f"TokenPrune{cls.__name__}", (Measured, cls), {"__module__": __name__, "__doc__": cls.__doc__})
     lm = patched_class(**parsed.rest)
     model = getattr(lm, "model", None)
@@ -119,7 +119,7 @@ def _patch(lm: Any, parsed: ModelArguments) -> None:
     tokenprune.patch(lm.model, config=parsed.config, guard=parsed.guard, processor=processor)
 
 
-def _base_class(base: str | None, force_simple: bool) -> type:
+def _get_base_class(base: str | None, force_simple: bool) -> type:
     if base is None:
         raise OptionError(f"base= is missing. Pass the name of a model of lmms-eval. {_WORK}")
     names = MODEL_REGISTRY_V2.list_model_names()
@@ -140,7 +140,7 @@ def _base_class(base: str | None, force_simple: bool) -> type:
         ) from error
 
 
-def _parameters(cls: type) -> tuple[set[str], bool]:
+def _find_parameters(cls: type) -> tuple[set[str], bool]:
     """Return the constructor parameters of a class and its bases, and True if it accepts others.
 
     Classes of lmms-eval accept other arguments and then reject them without naming them.

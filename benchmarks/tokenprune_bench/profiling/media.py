@@ -71,7 +71,7 @@ def find_source(value: Any, folder: Path) -> Source:
         return Source(path.name, path.stat().st_size, lambda: path)
     except (OSError, ValueError) as error:  # a NUL in a name is a ValueError
         hint = ' (use "/" instead of "\\")' if "\\" in value and path.as_posix() == str(path) else ""
-        raise RowError(f"cannot read {shorten(str(path))}: {_reason(error)}{hint}") from error
+        raise RowError(f"cannot read {shorten(str(path))}: {_describe_error(error)}{hint}") from error
 
 
 def shorten(value: Any) -> str:
@@ -93,9 +93,9 @@ def read_image(source: Source, processor: Any = None) -> Image.Image:
         TokenPruneError: If the number of tokens does not fit the image.
     """
     data = source.read()
-    with _reading(source.name, "image"), Image.open(_opened(data)) as image:
+    with _reading(source.name, "image"), Image.open(_prepare_media(data)) as image:
         if not (isinstance(image, JpegImageFile) and _has_limit(processor)):
-            return _rgb(image)
+            return _convert_to_rgb(image)
     # Not inside of `_reading`: errors of the budget concern the setting and not the file.
     return tokenprune.load_image(data, processor=processor)
 
@@ -107,7 +107,7 @@ def read_jpeg(source: Source) -> bytes | None:
         RowError: If the file cannot be read.
     """
     data = source.read()
-    with _reading(source.name, "image"), Image.open(_opened(data)) as image:
+    with _reading(source.name, "image"), Image.open(_prepare_media(data)) as image:
         if not isinstance(image, JpegImageFile):
             return None
         return data if isinstance(data, bytes) else data.read_bytes()
@@ -129,7 +129,7 @@ def get_image_size(source: Source) -> tuple[int, int]:
         RowError: If the file cannot be read.
     """
     data = source.read()
-    with _reading(source.name, "image"), Image.open(_opened(data)) as image:
+    with _reading(source.name, "image"), Image.open(_prepare_media(data)) as image:
         return image.size
 
 
@@ -140,7 +140,7 @@ def is_animated(source: Source) -> bool:
         RowError: If the file cannot be read.
     """
     data = source.read()
-    with _reading(source.name, "image"), Image.open(_opened(data)) as image:
+    with _reading(source.name, "image"), Image.open(_prepare_media(data)) as image:
         # Further images of an MPO file (written by phones) are previews or a depth map.
         return bool(getattr(image, "is_animated", False)) and image.format != "MPO"
 
@@ -152,7 +152,7 @@ def read_video(source: Source, max_frames: int) -> list[Image.Image]:
         RowError: If the video cannot be read, or its frames differ in size.
     """
     with _reading(source.name, "video"):
-        frames = _frames(source.read(), max_frames)
+        frames = _read_frames(source.read(), max_frames)
         check_sizes(frames)
         return frames
 
@@ -185,29 +185,29 @@ def read_frames(
         TokenPruneError: If a file cannot be read.
     """
     try:
-        files = [file for path in paths for file in (_inside(path) if path.is_dir() else [path])]
+        files = [file for path in paths for file in (_list_images(path) if path.is_dir() else [path])]
         if len(files) == 1:
             if (photo := _open_photo(files[0], find_largest)) is not None:
                 return [photo]
             with _reading(str(files[0]), "image or video"):
-                return _frames(files[0], max_frames)
-        chosen = [files[index] for index in _evenly(len(files), max_frames)]
+                return _read_frames(files[0], max_frames)
+        chosen = [files[index] for index in _compute_even_indices(len(files), max_frames)]
         return [_open_photo(file, find_largest) or _first(file) for file in chosen]
     except RowError as error:
         raise TokenPruneError(str(error)) from error
 
 
-def _frames(data: Path | bytes, max_frames: int) -> list[Image.Image]:
+def _read_frames(data: Path | bytes, max_frames: int) -> list[Image.Image]:
     if isinstance(data, Path) and data.is_dir():
-        files = _inside(data)
-        return [_first(files[index]) for index in _evenly(len(files), max_frames)]
+        files = _list_images(data)
+        return [_first(files[index]) for index in _compute_even_indices(len(files), max_frames)]
     try:
-        with Image.open(_opened(data)) as image:
+        with Image.open(_prepare_media(data)) as image:
             # Pillow detects an MPEG stream but cannot decode it.
             if image.format != "MPEG":
                 # Further images of an MPO file are previews or a depth map.
                 num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-                return [_read_frame(image, index) for index in _evenly(num_frames, max_frames)]
+                return [_read_frame(image, index) for index in _compute_even_indices(num_frames, max_frames)]
     except UnidentifiedImageError:
         pass
     return _decode_video(data, max_frames)
@@ -220,10 +220,10 @@ def _decode_video(data: Path | bytes, max_frames: int) -> list[Image.Image]:
         raise RowError(f"{_UNKNOWN}; for a video, pip install av (PyAV), or use a GIF or a folder of frames") from error
     except OptionError as error:
         cause = error.__cause__  # the error of the decoder, without the name of the file
-        raise RowError(_reason(cause if isinstance(cause, Exception) else error)) from error
+        raise RowError(_describe_error(cause if isinstance(cause, Exception) else error)) from error
 
 
-def _inside(folder: Path) -> list[Path]:
+def _list_images(folder: Path) -> list[Path]:
     Image.init()
     # Pillow writes some formats that it cannot read (PDF). Hidden files belong to the system.
     known = {suffix for suffix, name in Image.EXTENSION.items() if name in Image.OPEN}
@@ -234,10 +234,10 @@ def _inside(folder: Path) -> list[Path]:
     ]
     if not files:
         raise RowError(f"{folder} has no images")
-    return sorted(files, key=_numbered)
+    return sorted(files, key=_get_number_key)
 
 
-def _numbered(file: Path) -> list[tuple[int, str]]:
+def _get_number_key(file: Path) -> list[tuple[int, str]]:
     """Return a sort key that compares digits as numbers."""
     parts = re.split(r"([0-9]+)", file.name)  # every second part is a number
     return [(int(part), "") if index % 2 else (-1, part) for index, part in enumerate(parts)]
@@ -254,10 +254,10 @@ def _open_photo(file: Path, find_largest: FindLargest | None) -> Photo | None:
 
 def _read_frame(image: Image.Image, index: int) -> Image.Image:
     image.seek(index)
-    return _rgb(image)
+    return _convert_to_rgb(image)
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def _convert_to_rgb(image: Image.Image) -> Image.Image:
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -266,7 +266,7 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _opened(data: Path | bytes) -> Path | io.BytesIO:
+def _prepare_media(data: Path | bytes) -> Path | io.BytesIO:
     if isinstance(data, Path) and data.is_dir():
         raise RowError("it is a folder; use a file")
     if not (len(data) if isinstance(data, bytes) else data.stat().st_size):
@@ -274,7 +274,7 @@ def _opened(data: Path | bytes) -> Path | io.BytesIO:
     return io.BytesIO(data) if isinstance(data, bytes) else data
 
 
-def _evenly(items: int, max_items: int) -> list[int]:
+def _compute_even_indices(items: int, max_items: int) -> list[int]:
     count = min(max_items, items)
     return [(2 * index + 1) * items // (2 * count) for index in range(count)]
 
@@ -286,10 +286,10 @@ def _reading(name: str, kind: str) -> Iterator[None]:
         yield
     except Exception as error:
         article = "an" if kind.startswith("image") else "a"
-        raise RowError(f"cannot read {shorten(name)} as {article} {kind}: {_reason(error)}") from error
+        raise RowError(f"cannot read {shorten(name)} as {article} {kind}: {_describe_error(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     # Pillow's message for an unknown format contains the full path.
     if isinstance(error, UnidentifiedImageError):
         return _UNKNOWN

@@ -217,7 +217,7 @@ def profile_call(
 
 def _run(subject: Model, ask: Callable[[], dict[str, Any]], new_tokens: int, patched: bool) -> dict[str, float]:
     """Return the milliseconds of each stage of one call."""
-    wait = _waiter(subject)
+    wait = _get_synchronizer(subject)
     begin = time.perf_counter()
     inputs = ask()
     wait()
@@ -234,7 +234,7 @@ def _run(subject: Model, ask: Callable[[], dict[str, Any]], new_tokens: int, pat
     return run
 
 
-def _waiter(subject: Model) -> Callable[[], None]:
+def _get_synchronizer(subject: Model) -> Callable[[], None]:
     if subject.model.device.type == "cuda":
         return torch.cuda.synchronize
     return lambda: None

@@ -42,19 +42,21 @@ def build_stage_table(profile: Profile) -> Table:
     for name, took in ours.items():
         row = [name, format_ms(took), f"{took / ours[TO_FIRST_TOKEN]:.0%}" if name in summed else ""]
         if theirs is not None:
-            row += [format_ms(theirs[name]), _ratio(ratios.get(name))]
+            row += [format_ms(theirs[name]), _format_ratio(ratios.get(name))]
         rows.append([*map(Cell, row)])
     cache = ["KV cache", f"{before.kv_bytes / 1024:.0f} KiB", ""]
     tokens = ["visual tokens, first to last layer", f"{before.visual[0]}", ""]
     if after is not None:
-        cache += [f"{after.kv_bytes / 1024:.0f} KiB", _ratio(before.kv_bytes / max(1, after.kv_bytes))]
+        cache += [f"{after.kv_bytes / 1024:.0f} KiB", _format_ratio(before.kv_bytes / max(1, after.kv_bytes))]
         average = before.visual[0] / max(1.0, after.visual[2])
         share = format_percent(after.visual[1] / max(1, before.visual[0]))
-        tokens += [f"{after.visual[0]} → {after.visual[1]} ({share})", _ratio(average)]
+        tokens += [f"{after.visual[0]} → {after.visual[1]} ({share})", _format_ratio(average)]
     rows += [[*map(Cell, row)] for row in (cache, tokens)]
     columns: tuple[str, ...] = ("stage", "unpatched", "share")
     columns += () if after is None else (format_setting(profile), "faster by")
-    return Table(f"Where a call's time goes: {profile.environment['model']}", columns, rows, tuple(_notes(profile)))
+    return Table(
+        f"Where a call's time goes: {profile.environment['model']}", columns, rows, tuple(_format_notes(profile))
+    )
 
 
 def build_limit_table(model: CostModel, load: Load, keep: float, title: str = "Maximum saving per site") -> Table:
@@ -62,10 +64,13 @@ def build_limit_table(model: CostModel, load: Load, keep: float, title: str = "M
     limits = compute_site_limits(model, load, keep)
     if model.tower is None:
         limits = limits[2:]  # sites in the decoder
-    rows = [[*map(Cell, (limit.site, _ratio(limit.at_keep), _ratio(limit.limit), limit.what))] for limit in limits]
+    rows = [
+        [*map(Cell, (limit.site, _format_ratio(limit.at_keep), _format_ratio(limit.limit), limit.what))]
+        for limit in limits
+    ]
     step = compute_decode_limit(model, load, keep)
     note = "decode step, by bytes read from weights and cache"
-    rows.append([*map(Cell, ("DECODE", _ratio(step[0]), _ratio(step[1]), note))])
+    rows.append([*map(Cell, ("DECODE", _format_ratio(step[0]), _format_ratio(step[1]), note))])
     cost = model.compute_cost(load)
     if model.tower is None:
         first = "The closed form of this family's vision tower is not known, so ratios use the decoder's FLOPs only."
@@ -74,8 +79,9 @@ def build_limit_table(model: CostModel, load: Load, keep: float, title: str = "M
         first = (
             f"The tower, with its projector, is {cost.tower_share:.0%} of the prefill's FLOPs ({len(load.views)} "
             f"view(s), {sum(load.views)} patches, {load.visual} visual tokens, {load.text} text tokens). A cut after "
-            f"the tower makes the prefill at most {_ratio(free)} faster. On a GPU the tower reaches a smaller share of "
-            f"the peak and takes about {cost.tower_time:.0%} of the time ({_ratio(1 / cost.tower_time)})."
+            f"the tower makes the prefill at most {_format_ratio(free)} faster. On a GPU the tower reaches a smaller "
+            f"share of the peak and takes about {cost.tower_time:.0%} of the time "
+            f"({_format_ratio(1 / cost.tower_time)})."
         )
     second = (
         "Prefill FLOPs, unpatched over pruned, without the cost of selection; the limit keeps the text only. Smaller "
@@ -86,7 +92,7 @@ def build_limit_table(model: CostModel, load: Load, keep: float, title: str = "M
     )
 
 
-def _notes(profile: Profile) -> list[str]:
+def _format_notes(profile: Profile) -> list[str]:
     before, after = profile.before, profile.after
     runs, load = len(before.runs), profile.machine_load
     note = f"The run with the median time to the first token, of {runs}"
@@ -95,7 +101,9 @@ def _notes(profile: Profile) -> list[str]:
     predicted = profile.predict_speedup()
     if predicted is not None:
         cost = profile.model.compute_cost(profile.load)
-        notes.append(f"By FLOPs of tower ({cost.tower_share:.0%}) and decoder it would be {_ratio(predicted)} faster.")
+        notes.append(
+            f"By FLOPs of tower ({cost.tower_share:.0%}) and decoder it would be {_format_ratio(predicted)} faster."
+        )
     if after is not None and profile.setting is not None:
         notes.append(f"Asked for: {describe_cuts(*profile.setting.steps(), profile.visual_tokens_per_image)}.")
         took = after.median_run
@@ -108,7 +116,7 @@ def _notes(profile: Profile) -> list[str]:
     return notes
 
 
-def _ratio(value: float | None) -> str:
+def _format_ratio(value: float | None) -> str:
     return "" if value is None else f"x{value:.2f}" if value < 10 else f"x{value:.0f}"
 
 

@@ -114,18 +114,20 @@ class Advice:
         Args:
             size: Number of decoder parameters to grade for.
         """
-        entries = sorted((entry for entry in _entries() if entry["method"] == self.method), key=self._distance)
+        entries = sorted(
+            (entry for entry in _read_entries() if entry["method"] == self.method), key=self._compute_distance
+        )
         nearby = [entry for entry in entries if self._is_near(entry)]
         # For each source only the nearest keep counts. Its other keeps go to "elsewhere".
         first = list({(entry["source"], entry["about"]): entry for entry in reversed(nearby)}.values())[::-1]
         rest = [entry for entry in entries if entry not in first]
-        return [_evidence(entry, size) for entry in first], [_evidence(entry, size) for entry in rest]
+        return [_build_evidence(entry, size) for entry in first], [_build_evidence(entry, size) for entry in rest]
 
     def _is_near(self, entry: dict[str, Any]) -> bool:
-        at_keep = entry["keep"] is None or self._distance(entry)[1] <= STEP
+        at_keep = entry["keep"] is None or self._compute_distance(entry)[1] <= STEP
         return at_keep and (entry["questions"] is None or entry["questions"] in self.questions)
 
-    def _distance(self, entry: dict[str, Any]) -> tuple[bool, float]:
+    def _compute_distance(self, entry: dict[str, Any]) -> tuple[bool, float]:
         """Sort key: the same questions first, then the ratio of the keeps."""
         ratio = 1.0 if entry["keep"] is None else entry["keep"] / self.keep
         return entry["questions"] not in (*self.questions, None), max(ratio, 1 / ratio)
@@ -163,7 +165,7 @@ def grade_entry(entry: dict[str, Any], size: float) -> str:
     return "strong" if enough and is_similar_size and entry["sure"] else "weak"
 
 
-def _evidence(entry: dict[str, Any], size: float) -> Evidence:
+def _build_evidence(entry: dict[str, Any], size: float) -> Evidence:
     return Evidence(entry["kind"], entry["figure"], entry["source"], entry["about"], grade_entry(entry, size))
 
 
@@ -175,7 +177,7 @@ def load_advice() -> dict[str, Advice]:
 
 
 @cache
-def _entries() -> list[dict[str, Any]]:
+def _read_entries() -> list[dict[str, Any]]:
     return json.loads((ASSETS / "evidence.json").read_text(encoding="utf-8"))["evidence"]
 
 

@@ -164,32 +164,36 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         rows = [row for row in load_advice().values() if task and task.lower() in row.title]
         hint = f"Use {rows[0].situation!r} ({rows[0].title})" if rows else f"Use one of {', '.join(TASKS)}"
         raise OptionError(f"task {task!r} is not known. {hint}.")
-    name, config = _config_of(model)
+    name, config = _resolve_config(model)
     family = config.model_type
-    notes = _notes(family)
+    notes = _list_family_notes(family)
     row = load_advice()[task]
     while not _may_act(row, family):
         notes.append(f"{_describe_refusal(row, family)} The row {row.instead!r} is used instead.")
         row = load_advice()[row.instead]
-    cost, load = _cost(config, row)
+    cost, load = _build_cost_model(config, row)
     evidence, elsewhere = row.evidence(cost.decoder.num_weights)
     if not any(item.about == "accuracy" for item in evidence):
         notes.insert(0, f"Accuracy at this keep and task: {NONE}.")
     acting = [item for item in (row, *load_advice().values()) if _may_act(item, family)]
-    why_not = _why_not(row, config)
+    why_not = _find_unserved_reason(row, config)
     return Recommendation(
         name,
         family,
         task,
         row.setting.to_json(),
         row.reason,
-        (*evidence, _closed(row, cost, load, family)),
+        (*evidence, _build_closed_form(row, cost, load, family)),
         tuple(elsewhere),
-        (*notes, *filter(None, [row.note, _unguarded(row), _limited(row, cost, family)]), *_about(cost, load, row)),
+        (
+            *notes,
+            *filter(None, [row.note, _describe_missing_guard(row), _describe_processor_limit(row, cost, family)]),
+            *_describe_tower_share(cost, load, row),
+        ),
         tuple(dict.fromkeys(item.method for item in acting if item.keep < 1))[:_CANDIDATES],
         "auto" if row.guard else "",
         row.served_keep if row.guard else None,
-        _smaller(row, cost, load, family),
+        _compare_with_downsample(row, cost, load, family),
         why_not is None,
         why_not or "",
     )
@@ -201,7 +205,7 @@ def _describe_refusal(row: Advice, family: str) -> str:
     return f"{row.method} does not support {family!r}."
 
 
-def _unguarded(row: Advice) -> str:
+def _describe_missing_guard(row: Advice) -> str:
     """Describe the server's replacement for the guard."""
     if not row.guard:
         return ""
@@ -212,12 +216,12 @@ def _unguarded(row: Advice) -> str:
     )
 
 
-def _limited(row: Advice, cost: CostModel, family: str) -> str:
+def _describe_processor_limit(row: Advice, cost: CostModel, family: str) -> str:
     """Describe when preprocessing is the bottleneck, and the setting to use then."""
     if row.max_visual_tokens is not None:
         return "Accuracy was measured without the limit. Read JPEG files with tokenprune.load_image, as vLLM does."
     any_size = cost.tower is not None and cost.tower.view is None
-    if not any_size or Site.PRE_ENCODER in _sites(row) or not _may_act(load_advice()["clients"], family):
+    if not any_size or Site.PRE_ENCODER in _list_sites(row) or not _may_act(load_advice()["clients"], family):
         return ""
     return (
         f"Preprocessing is the bottleneck if the processor takes over {PROCESSOR_LIMIT:.0%} of the time to the first "
@@ -225,11 +229,11 @@ def _limited(row: Advice, cost: CostModel, family: str) -> str:
     )
 
 
-def _sites(row: Advice) -> list[Site]:
+def _list_sites(row: Advice) -> list[Site]:
     return [method.site for method in row.setting.steps()[0]]
 
 
-def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
+def _compare_with_downsample(row: Advice, cost: CostModel, load: Load, family: str) -> str:
     """Compare with `downsample` at the keep of a row: its speed, and its measured results."""
     if row.keep >= 1 or row.max_visual_tokens is not None:
         return ""
@@ -252,9 +256,9 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
     return "; ".join([f"{lead}: {speed}", *unknown, *pieces])
 
 
-def _about(cost: CostModel, load: Load, row: Advice) -> list[str]:
+def _describe_tower_share(cost: CostModel, load: Load, row: Advice) -> list[str]:
     """Warn if the vision tower dominates and the method of the row runs after the tower."""
-    if cost.tower is None or not {Site.PRE_ENCODER, Site.IN_ENCODER}.isdisjoint(_sites(row)):
+    if cost.tower is None or not {Site.PRE_ENCODER, Site.IN_ENCODER}.isdisjoint(_list_sites(row)):
         return []
     if (unpatched := cost.compute_cost(load)).tower_share <= _LARGE_TOWER:
         return []
@@ -266,7 +270,7 @@ def _about(cost: CostModel, load: Load, row: Advice) -> list[str]:
     ]
 
 
-def _config_of(model: Any) -> tuple[str, Any]:
+def _resolve_config(model: Any) -> tuple[str, Any]:
     if not isinstance(model, (str, Path)):
         config = getattr(model, "config", model)
         if getattr(config, "model_type", None) is None:
@@ -276,7 +280,7 @@ def _config_of(model: Any) -> tuple[str, Any]:
     return f"{name} (shipped)" if str(model) in SHIPPED else name, read_model_config(model)
 
 
-def _notes(family: str) -> list[str]:
+def _list_family_notes(family: str) -> list[str]:
     """Return notes on a family.
 
     Raises:
@@ -298,7 +302,7 @@ def _may_act(row: Advice, family: str) -> bool:
     )
 
 
-def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
+def _build_cost_model(config: Any, row: Advice) -> tuple[CostModel, Load]:
     try:
         cost = CostModel.from_config(config)
     except UnsupportedModelError:
@@ -308,7 +312,7 @@ def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
     return cost, Load.from_config(config, **size)
 
 
-def _architecture(config: Any) -> str | None:
+def _find_architecture(config: Any) -> str | None:
     """Return the architecture name that vLLM serves for this config, or None."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
 
@@ -316,7 +320,7 @@ def _architecture(config: Any) -> str | None:
     return next((name for name in named if name in SERVED), None)
 
 
-def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
+def _build_closed_form(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
     before, after = cost.compute_cost(load), cost.predict(load, *row.setting.steps())
     parts = "tower and decoder" if cost.tower is not None else "the decoder"
     figure = (
@@ -327,11 +331,11 @@ def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
     return Evidence("closed form", figure, f"the config of this {family}")
 
 
-def _why_not(row: Advice, config: Any) -> str | None:
+def _find_unserved_reason(row: Advice, config: Any) -> str | None:
     """Return why vLLM cannot serve a row on this model, or None."""
     from tokenprune.integrations.vllm.settings.towers import check_tower, merges_in_tower
 
-    if (architecture := _architecture(config)) is None:
+    if (architecture := _find_architecture(config)) is None:
         return "the plugin does not support this family"
     hint = "`recommend --task server` lists supported methods."
     methods, budgets = row.setting.steps()

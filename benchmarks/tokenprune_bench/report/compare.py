@@ -16,7 +16,7 @@ def group_by_questions(runs: Sequence[Run]) -> list[list[Run]]:
     """Group runs by questions and metric, in the order of the runs."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(repr(_asked(run.results.header)), []).append(run)
+        groups.setdefault(repr(_build_group_key(run.results.header)), []).append(run)
     return list(groups.values())
 
 
@@ -31,11 +31,13 @@ def is_same_machine(runs: Sequence[Run]) -> bool:
 def build_comparisons(runs: Sequence[Run]) -> list[Table]:
     """Return a table for each group of at least two runs with the same questions."""
     return [
-        _table(group) for group in group_by_questions(runs) if len(group) > 1 and not group[0].results.evidence_only
+        _build_table(group)
+        for group in group_by_questions(runs)
+        if len(group) > 1 and not group[0].results.evidence_only
     ]
 
 
-def _asked(header: dict[str, Any]) -> tuple:
+def _build_group_key(header: dict[str, Any]) -> tuple:
     # The digest covers questions, answers, kinds and files. Shipped questions have no digest, because every run asks a
     # prefix of the same list.
     digest = (header.get("data") or {}).get("digest")
@@ -46,7 +48,7 @@ def _asked(header: dict[str, Any]) -> tuple:
     return digest, bool(header.get("evidence_only")), *keeps, *asked
 
 
-def _table(runs: Sequence[Run]) -> Table:
+def _build_table(runs: Sequence[Run]) -> Table:
     rows_by_run = {run.label: {(row.method, row.keep): row for row in run.results.rows} for run in runs}
     settings = dict.fromkeys(setting for rows in rows_by_run.values() for setting in rows)
     # Group the settings by method, in the order of the runs.

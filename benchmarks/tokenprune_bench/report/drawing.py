@@ -112,29 +112,29 @@ def draw_samples(
     ran = [record for record in records if record["record"] == "result" and record["keep"] == keep]
     methods = [(record, (record["seeds"] or [None])[0]) for record in ran if record["method"] != UNPATCHED]
     folder, step = run / FOLDER, step or (lambda label, done, total: None)
-    answers = _answers(run / PREDICTIONS, keep, indices)
-    before = _before(folder)
+    answers = _read_answers(run / PREDICTIONS, keep, indices)
+    before = _read_earlier_entries(folder)
     how = "chosen with --sample" if request.indices else "with the largest disagreement between methods"
     data: dict[str, Any] = {"schema": SCHEMA, "keep": keep, "how": how, "samples": []}
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise _build_write_error(folder, error) from error
     total = len(indices) * (1 + len(methods))
     for position, index in enumerate(indices):
-        entry = _entry(methods, answers, questions[index], index)
+        entry = _build_entry(methods, answers, questions[index], index)
         known = before.get("samples", ()) if before.get("keep") == keep else ()
         entry = next((sample for sample in known if _is_drawn(folder, sample, entry)), entry)
         data["samples"].append(entry)
         if "image" in entry:
             continue
-        for drawing, (setting, each) in enumerate(_drawable(entry, methods)):
+        for drawing, (setting, each) in enumerate(_pair_settings(entry, methods)):
             step("samples", position * (1 + len(methods)) + drawing, total)
             _draw(folder, subject, questions[index], each, setting, f"{index}-{drawing}.webp")
         write_records(folder / FILE, [data], indent=1)  # after each question, so that a stopped run continues here
     if data != before:
         write_records(folder / FILE, [data], indent=1)
-    _tidy(folder, data)
+    _remove_unused_drawings(folder, data)
 
 
 def choose_questions(
@@ -185,7 +185,7 @@ def _get_image_key(question: Any, index: int) -> Any:
     return tuple((file.name, file.size) for file in files) or ("question", index)
 
 
-def _entry(
+def _build_entry(
     methods: Sequence[tuple[dict[str, Any], int | None]],
     answers: dict[tuple, dict[str, Any]],
     question: Any,
@@ -208,15 +208,15 @@ def _entry(
     return json.loads(json.dumps(entry))
 
 
-def _drawable(
+def _pair_settings(
     entry: dict[str, Any], methods: Sequence[tuple[dict[str, Any], int | None]]
 ) -> list[tuple[Setting | None, dict[str, Any]]]:
     """Return pairs of a setting (None for unpatched) and the entry that stores its drawing."""
     pairs = zip(methods, entry["methods"], strict=True)
-    return [(None, entry), *((_setting(record, seed), each) for (record, seed), each in pairs)]
+    return [(None, entry), *((_build_setting(record, seed), each) for (record, seed), each in pairs)]
 
 
-def _setting(record: dict[str, Any], seed: int | None) -> Setting:
+def _build_setting(record: dict[str, Any], seed: int | None) -> Setting:
     """Return the setting of a record. At equal cost the record stores the setting itself."""
     if record["method"] == ESCALATE:
         return build_escalation(record["keep"])
@@ -233,7 +233,7 @@ def _draw(
     entry |= {counted: None, "image": None, "note": ""}
     try:
         if setting is None:
-            image, entry[counted] = _whole(subject, question)
+            image, entry[counted] = _draw_unpatched(subject, question)
         else:
             image, entry[counted] = _look(subject, question, setting)
     except TokenPruneError as error:
@@ -242,18 +242,18 @@ def _draw(
     try:
         image.save(folder / name, quality=80)
     except OSError as error:
-        raise _cannot_write(folder / name, error) from error
+        raise _build_write_error(folder / name, error) from error
     entry["image"] = name
 
 
-def _whole(subject: Model, question: Any) -> tuple[Image.Image, int]:
+def _draw_unpatched(subject: Model, question: Any) -> tuple[Image.Image, int]:
     """Return the images as the unpatched model sees them, and the number of their tokens."""
     frames = list(question.video if question.is_video else question.images)
     labels = getattr(question, "labels", ())
     inputs = contact_sheet.build_inputs(subject, frames, question.question, question.is_video, labels)
     with suppress(UnsupportedSetupError):  # without a grid, the images are shown unchanged
         frames, _ = contact_sheet.seen_frames(subject, inputs, frames, question.is_video)
-    sizes = draw.compute_sizes(frames, _side(question))
+    sizes = draw.compute_sizes(frames, _get_side(question))
     shown = [frame.resize(size) for frame, size in zip(frames, sizes, strict=True)]
     return contact_sheet.row(shown), subject.visual_tokens(inputs)
 
@@ -265,15 +265,15 @@ def _look(subject: Model, question: Any, setting: Setting) -> tuple[Image.Image,
         raise TokenPruneError("the method runs on the pixels of the video, where tokens do not exist yet")
     frames = question.video if video else question.images
     labels = getattr(question, "labels", ())
-    return contact_sheet.look(subject, frames, text, setting, video, _side(question), labels)
+    return contact_sheet.look(subject, frames, text, setting, video, _get_side(question), labels)
 
 
-def _side(question: Any) -> int:
+def _get_side(question: Any) -> int:
     """Return the longer side of the drawings in pixels."""
     return SIDE if len(question.images) == 1 and not question.is_video else FRAME_SIDE
 
 
-def _answers(path: Path, keep: float | int, numbers: Sequence[int]) -> dict[tuple, dict[str, Any]]:
+def _read_answers(path: Path, keep: float | int, numbers: Sequence[int]) -> dict[tuple, dict[str, Any]]:
     """Return the lines of the predictions by method, seed and question."""
     lines = (line for line, _ in read_lines(path) if line["question"] in numbers)
     return {
@@ -283,7 +283,7 @@ def _answers(path: Path, keep: float | int, numbers: Sequence[int]) -> dict[tupl
     }
 
 
-def _before(folder: Path) -> dict[str, Any]:
+def _read_earlier_entries(folder: Path) -> dict[str, Any]:
     """Return the entries of an earlier run, or an empty dict if the file is missing or damaged."""
     try:
         data = json.loads((folder / FILE).read_text(encoding="utf-8"))
@@ -305,7 +305,7 @@ def _is_drawn(folder: Path, known: Any, entry: dict[str, Any]) -> bool:
     return len(known["methods"]) == len(entry["methods"])
 
 
-def _tidy(folder: Path, data: dict[str, Any]) -> None:
+def _remove_unused_drawings(folder: Path, data: dict[str, Any]) -> None:
     """Remove drawings that no entry names."""
     shown = {entry["image"] for sample in data["samples"] for entry in (sample, *sample["methods"])}
     for file in folder.glob("*.webp"):
@@ -313,8 +313,8 @@ def _tidy(folder: Path, data: dict[str, Any]) -> None:
             try:
                 file.unlink()
             except OSError as error:
-                raise _cannot_write(file, error) from error
+                raise _build_write_error(file, error) from error
 
 
-def _cannot_write(path: Path, error: OSError) -> RunError:
+def _build_write_error(path: Path, error: OSError) -> RunError:
     return RunError(f"Cannot write {path}: {error.strerror or error}. Earlier results are kept.")

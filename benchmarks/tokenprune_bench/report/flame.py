@@ -79,7 +79,7 @@ def build_flames(profile: Profile) -> list[Flame]:
         sides.append((format_setting(profile), profile.after))
     times_by_side = [(name, get_stage_times(side)) for name, side in sides]
     scale = WIDTH / max(times[TO_FIRST_TOKEN] + times[STAGES["decode"]] for _, times in times_by_side)
-    return [Flame(name, format_ms(times[TO_FIRST_TOKEN]), _bars(times, scale)) for name, times in times_by_side]
+    return [Flame(name, format_ms(times[TO_FIRST_TOKEN]), _build_bars(times, scale)) for name, times in times_by_side]
 
 
 def make_profile_page(profile: Profile, keep: float) -> str:
@@ -110,7 +110,7 @@ def make_profile_page(profile: Profile, keep: float) -> str:
     )
 
 
-def _bars(times: dict[str, float], scale: float) -> list[Bar]:
+def _build_bars(times: dict[str, float], scale: float) -> list[Bar]:
     """Return a bar for each stage with a nonzero time. The sum is above its stages."""
     css = {STAGES[stage]: f"c{color}" for stage, color in _COLORS.items()} | {TO_FIRST_TOKEN: "base0"}
     below = [STAGES[stage] for stage in FIRST_TOKEN]

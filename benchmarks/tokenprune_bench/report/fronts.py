@@ -25,7 +25,7 @@ def plot_against_tokens(run: Run, styles: Styles) -> Plot | None:
 
 def build_token_series(run: Run, styles: Styles) -> list[Series]:
     """Return the points of `plot_against_tokens`, one series per method."""
-    return _series(run.results, _tokens, styles)
+    return _build_series(run.results, _get_tokens, styles)
 
 
 def plot_against_ttft(run: Run, styles: Styles) -> Plot | None:
@@ -51,14 +51,14 @@ def plot_against_ttft(run: Run, styles: Styles) -> Plot | None:
         "Accuracy against time to first token",
         title,
         format_score_title(run.results),
-        _series(run.results, get_x, styles),
+        _build_series(run.results, get_x, styles),
         100.0,
     )
 
 
 def build_joint_plots(runs: Sequence[Run], styles: Styles) -> tuple[list[Plot], list[str]]:
     """Return the plots of runs with the same questions, and notes on plots that are not possible."""
-    plots = [_joint("Accuracy against visual tokens", TOKENS, runs, lambda run: _tokens, styles)]
+    plots = [_build_joint_plot("Accuracy against visual tokens", TOKENS, runs, lambda run: _get_tokens, styles)]
     untimed = [run.label for run in runs if run.results.unpatched_ms() is None]
     if untimed:
         return plots, [f"No plot against time: {', '.join(untimed)} have no timing."]
@@ -67,7 +67,7 @@ def build_joint_plots(runs: Sequence[Run], styles: Styles) -> tuple[list[Plot], 
             "No plot against time: the runs were timed on different machines, or with different numbers of threads."
         ]
     title = "Accuracy against time to first token"
-    return [*plots, _joint(title, "time to first token, ms", runs, _milliseconds, styles)], []
+    return [*plots, _build_joint_plot(title, "time to first token, ms", runs, _make_ttft_getter, styles)], []
 
 
 def format_score_title(results: Results) -> str:
@@ -75,11 +75,11 @@ def format_score_title(results: Results) -> str:
     return title[0].upper() + title[1:]
 
 
-def _tokens(row: Row) -> XValue:
+def _get_tokens(row: Row) -> XValue:
     return row.tokens_average, f"{row.tokens_average:.0f} tokens"
 
 
-def _milliseconds(run: Run) -> Callable[[Row], XValue | None]:
+def _make_ttft_getter(run: Run) -> Callable[[Row], XValue | None]:
     unpatched_ms = run.results.unpatched_ms()
 
     def get_x(row: Row) -> XValue | None:
@@ -93,7 +93,7 @@ def _milliseconds(run: Run) -> Callable[[Row], XValue | None]:
     return get_x
 
 
-def _series(results: Results, get_x: Callable[[Row], XValue | None], styles: Styles) -> list[Series]:
+def _build_series(results: Results, get_x: Callable[[Row], XValue | None], styles: Styles) -> list[Series]:
     points: dict[str, list[Point]] = {}
     for row in results.rows:
         if (x := get_x(row)) is not None:
@@ -102,7 +102,7 @@ def _series(results: Results, get_x: Callable[[Row], XValue | None], styles: Sty
     return [Series(look, tuple(points[name])) for name, look in styles.methods.items() if name in points]
 
 
-def _joint(
+def _build_joint_plot(
     title: str,
     x_title: str,
     runs: Sequence[Run],

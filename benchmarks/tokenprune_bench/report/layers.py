@@ -31,39 +31,39 @@ def build_layer_plots(results: Results, style: Callable[[str], Style]) -> list[L
         results: Results of the run.
         style: Returns the style of a method.
     """
-    plots, unpatched = [], _per_layer(results.baseline)
+    plots, unpatched = [], _compute_layer_averages(results.baseline)
     if not unpatched:
         return []
-    rows = [row for row in results.rows[1:] if _per_layer(row)]
-    top = max(value for row in (results.baseline, *rows) for value in _per_layer(row))
+    rows = [row for row in results.rows[1:] if _compute_layer_averages(row)]
+    top = max(value for row in (results.baseline, *rows) for value in _compute_layer_averages(row))
     for keep in dict.fromkeys(row.keep for row in rows):
         # Methods with equal curves share a line.
         same: dict[tuple[float, ...], list[str]] = {}
         for row in rows:
             if row.keep == keep:
-                same.setdefault(_per_layer(row), []).append(row.method)
-        styles = [_shared([style(method) for method in methods]) for methods in same.values()]
+                same.setdefault(_compute_layer_averages(row), []).append(row.method)
+        styles = [_merge_styles([style(method) for method in methods]) for methods in same.values()]
         series = [(style(UNPATCHED), unpatched), *zip(styles, same, strict=True)]
         keep_name = "target" if results.equal_cost else "keep"
         title = f"{keep_name} {keep:g}" if keep <= 1 and isinstance(keep, float) else f"{keep_name} {keep:g} tokens"
         curves_in_words = tuple(
-            (", ".join(methods), _in_words(values), look)
+            (", ".join(methods), _format_layer_ranges(values), look)
             for look, (values, methods) in zip(styles, same.items(), strict=True)
         )
         plots.append(Layers(build_layer_curves(title, "visual tokens of a question", series, top), curves_in_words))
     return plots
 
 
-def _shared(styles: list[Style]) -> Style:
+def _merge_styles(styles: list[Style]) -> Style:
     """Return the first style with the tags of all styles, so that each of these methods highlights it."""
     return replace(styles[0], tags=" ".join(look.tags for look in styles))
 
 
-def _per_layer(row: Row) -> tuple[float, ...]:
+def _compute_layer_averages(row: Row) -> tuple[float, ...]:
     return tuple(round(value / row.questions, 1) for value in row.stats.get("visual_tokens_per_layer") or ())
 
 
-def _in_words(values: tuple[float, ...]) -> str:
+def _format_layer_ranges(values: tuple[float, ...]) -> str:
     """Return "256 in layers 1–2, 64 in 3–6"."""
     parts, start = [], 1
     for value, group in itertools.groupby(round(value) for value in values):

@@ -93,7 +93,7 @@ def make_page(runs: Sequence[Run]) -> str:
     sections = zip(shared, build_comparisons(runs), strict=True)
     return render_template(
         "page.html",
-        parts=[_part(run, styles) for run in runs],
+        parts=[_build_section(run, styles) for run in runs],
         joints=[
             Joint(group, styles.joint_legend(group), *fronts.build_joint_plots(group, styles), table)
             for group, table in sections
@@ -104,17 +104,17 @@ def make_page(runs: Sequence[Run]) -> str:
     )
 
 
-def _part(run: Run, styles: Styles) -> RunSection:
+def _build_section(run: Run, styles: Styles) -> RunSection:
     results = run.results
     config = {name: value for name, value in results.header.items() if name != "kind_of_question"}
     plots = [plot for plot in (fronts.plot_against_tokens(run, styles), fronts.plot_against_ttft(run, styles)) if plot]
     return RunSection(
         run=run,
         verdicts=find_verdicts(results),
-        facts=_facts(results),
+        facts=_list_facts(results),
         warnings=find_warnings(results),
         plots=plots,
-        notes=_notes(results),
+        notes=_list_notes(results),
         legend=styles.legend(run),
         tables=[_score_first(table) for table in build_tables(results)],
         layers=build_layer_plots(results, lambda method: styles.methods[method]),
@@ -123,7 +123,7 @@ def _part(run: Run, styles: Styles) -> RunSection:
     )
 
 
-def _facts(results: Results) -> list[tuple[str, str]]:
+def _list_facts(results: Results) -> list[tuple[str, str]]:
     header, env, base = results.header, results.header["environment"], results.baseline
     data, threads = header.get("data"), env.get("threads")
     cores = f", {threads} thread{'s'[: threads != 1]}" if threads else ""
@@ -158,7 +158,7 @@ def _score_first(table: Table) -> Table:
     return replace(table, columns=tuple(table.columns[index] for index in order), rows=rows)
 
 
-def _notes(results: Results) -> list[str]:
+def _list_notes(results: Results) -> list[str]:
     rows = [row for row in results.rows if row.method != UNPATCHED]
     untimed = [f"{row.method} {row.keep:g}" for row in rows if row.ttft_ratio is None]
     if len(untimed) == len(rows):
@@ -180,7 +180,7 @@ def render_template(name: str, **values: Any) -> str:
 
     loader = PackageLoader("tokenprune_bench.report")
     env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    env.filters["code"] = _code
+    env.filters["code"] = _mark_code
     env.globals["next_id"] = itertools.count(1).__next__
     style, script = (loader.get_source(env, name)[0] for name in ("style.css", "script.js"))
     page = env.get_template(name).render(
@@ -193,7 +193,7 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _code(text: str) -> Any:
+def _mark_code(text: str) -> Any:
     """Escape a text and mark `name` as code."""
     from markupsafe import Markup, escape
 

@@ -229,7 +229,7 @@ def build_pareto_plot(
     # The x axis starts at zero, so that half of the tokens is half of the width.
     end = max([point.x for point in points] + ([] if guide is None else [guide])) or 1.0
     up = compute_ticks(max(0, min(point.low for point in points)), max(point.high for point in points))
-    x, y = _scales(plot, 1.03 * end, up)
+    x, y = _build_scales(plot, 1.03 * end, up)
     plot.x_ticks = [Tick(x(value), f"{value:g}") for value in compute_ticks(0, end) if value <= 1.03 * end]
     plot.guide = None if guide is None else x(guide)
     front = find_front(points)
@@ -242,13 +242,15 @@ def build_pareto_plot(
             for point in ordered
         )
         plot.series.append(DrawnPlot(line_series.style, line, marks))
-    plot.front = _stairs(plot, [(x(points[index].x), y(points[index].y)) for index in front])
+    plot.front = _build_front_path(plot, [(x(points[index].x), y(points[index].y)) for index in front])
     for style, part in parts:
-        plot.steps.append((style, _stairs(plot, [(x(part[index].x), y(part[index].y)) for index in find_front(part)])))
+        plot.steps.append(
+            (style, _build_front_path(plot, [(x(part[index].x), y(part[index].y)) for index in find_front(part)]))
+        )
     plot.front_in_words = [(points[index].text, flat[index][0].style) for index in front]
     spots = [(mark.x, mark.y) for drawn in plot.series for mark in drawn.marks]
     front_labels = [(x(points[i].x), y(points[i].y), points[i].name, flat[i][0].style.tags) for i in front]
-    plot.labels = _labels(plot, front_labels, spots)
+    plot.labels = _place_labels(plot, front_labels, spots)
     return plot
 
 
@@ -263,7 +265,7 @@ def build_layer_curves(title: str, y_title: str, series: Sequence[tuple[Style, S
     """
     plot = Plot(title, "decoder layer", y_title, 380, 260, 44, 368, 36, 206, "small")
     layers = max(len(values) for _, values in series)
-    x, y = _scales(plot, layers, compute_ticks(0, top, 4))
+    x, y = _build_scales(plot, layers, compute_ticks(0, top, 4))
     every = max(1, math.ceil(layers / 8))
     plot.x_ticks = [Tick(x(layer - 0.5), f"{layer}") for layer in range(1, layers + 1) if (layer - 1) % every == 0]
     for style, values in series:
@@ -272,7 +274,7 @@ def build_layer_curves(title: str, y_title: str, series: Sequence[tuple[Style, S
     return plot
 
 
-def _scales(plot: Plot, end: float, up: Sequence[float]) -> tuple[Scale, Scale]:
+def _build_scales(plot: Plot, end: float, up: Sequence[float]) -> tuple[Scale, Scale]:
     """Return the functions from values to SVG coordinates, and set the y ticks. x goes from 0 to `end`."""
 
     def x(value: float) -> float:
@@ -286,7 +288,7 @@ def _scales(plot: Plot, end: float, up: Sequence[float]) -> tuple[Scale, Scale]:
     return x, y
 
 
-def _stairs(plot: Plot, corners: Sequence[tuple[float, float]]) -> str:
+def _build_front_path(plot: Plot, corners: Sequence[tuple[float, float]]) -> str:
     """Return the path of a front. Between two points it stays at the height of the left point."""
     path = f"M{corners[0][0]} {plot.bottom}"
     for corner, following in zip(corners, [*corners[1:], (plot.right, 0)], strict=True):
@@ -294,7 +296,7 @@ def _stairs(plot: Plot, corners: Sequence[tuple[float, float]]) -> str:
     return path
 
 
-def _labels(
+def _place_labels(
     plot: Plot, points: Sequence[tuple[float, float, str, str]], spots: Sequence[tuple[float, float]]
 ) -> list[Label]:
     """Position labels beside their points without overlap. Labels without free space are left out."""

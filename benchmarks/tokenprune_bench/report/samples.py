@@ -129,7 +129,7 @@ def read_samples(run: Path) -> Samples:
 
 
 def _sample(folder: Path, entry: Mapping[str, Any]) -> Sample:
-    image, note = _image(folder, entry)
+    image, note = _read_image(folder, entry)
     return Sample(
         number=int(entry["question"]),
         kind=str(entry["kind"]),
@@ -140,12 +140,12 @@ def _sample(folder: Path, entry: Mapping[str, Any]) -> Sample:
         score=float(entry["score"]),
         image=image,
         note=note,
-        drawn=tuple(_drawn(folder, method) for method in entry["methods"]),
+        drawn=tuple(_read_drawn_answer(folder, method) for method in entry["methods"]),
     )
 
 
-def _drawn(folder: Path, entry: Mapping[str, Any]) -> DrawnAnswer:
-    image, note = _image(folder, entry)
+def _read_drawn_answer(folder: Path, entry: Mapping[str, Any]) -> DrawnAnswer:
+    image, note = _read_image(folder, entry)
     return DrawnAnswer(
         str(entry["method"]), str(entry["prediction"]), float(entry["score"]), _count(entry["kept"]), image, note
     )
@@ -155,7 +155,7 @@ def _count(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _image(folder: Path, entry: Mapping[str, Any]) -> tuple[QuestionImage | None, str]:
+def _read_image(folder: Path, entry: Mapping[str, Any]) -> tuple[QuestionImage | None, str]:
     """Return the image of an entry, and a note."""
     name, note = entry["image"], str(entry["note"])
     if name is None:

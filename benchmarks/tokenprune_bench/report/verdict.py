@@ -76,21 +76,21 @@ def _build_verdict(results: Results, rows: list[Row], points: int) -> RunVerdict
     title = f"Best at ≤ {_format_allowed(points)} lost"
     if not rows:
         return RunVerdict(points, None, title, "no setting of this run drops visual tokens")
-    within = [row for row in rows if _lost(row) <= points / 100 + _EPSILON]
+    within = [row for row in rows if _compute_loss(row) <= points / 100 + _EPSILON]
     if not within:
-        closest = min(rows, key=lambda row: (round(_lost(row), 9), row.tokens_average))
-        facts = (_score(results, closest), ("visual tokens", _tokens(results, closest)))
-        return RunVerdict(points, None, title, f"none; {_setting(results, closest)} loses least", facts)
+        closest = min(rows, key=lambda row: (round(_compute_loss(row), 9), row.tokens_average))
+        facts = (_score(results, closest), ("visual tokens", _format_tokens(results, closest)))
+        return RunVerdict(points, None, title, f"none; {_format_setting(results, closest)} loses least", facts)
     best = _find_cheapest(results, within)
     facts = (
         _score(results, best),
-        ("visual tokens", _tokens(results, best)),
-        ("TTFT", _ttft(results, best)),
-        ("KV cache", _kv(best)),
+        ("visual tokens", _format_tokens(results, best)),
+        ("TTFT", _format_ttft(results, best)),
+        ("KV cache", _format_kv_cache(best)),
     )
     remarks = (*_find_rivals(results, best, rows), *_find_flaws(results, best))
     doubt = _explain_doubt(results, best, within, points)
-    return RunVerdict(points, best, title, _setting(results, best), facts, doubt, remarks)
+    return RunVerdict(points, best, title, _format_setting(results, best), facts, doubt, remarks)
 
 
 def _explain_no_verdict(base: Row) -> str:
@@ -110,7 +110,7 @@ def _find_cheapest(results: Results, rows: list[Row]) -> Row:
     limit = fewest + EQUAL_COST * results.baseline.tokens_average + _EPSILON
     candidates = [row for row in rows if row.tokens_average <= limit]
     # Equal scores: the faster setting, then the one with fewer tokens, then the first.
-    return min(candidates, key=lambda row: (round(_lost(row), 9), row.ttft_ratio or 1.0, row.tokens_average))
+    return min(candidates, key=lambda row: (round(_compute_loss(row), 9), row.ttft_ratio or 1.0, row.tokens_average))
 
 
 def _explain_doubt(results: Results, best: Row, within: list[Row], points: int) -> str:
@@ -124,7 +124,7 @@ def _explain_doubt(results: Results, best: Row, within: list[Row], points: int) 
     if not (certain := [row for row in within if _is_certain(row, points)]):
         return f"{doubt} No other setting is certain."
     row = _find_cheapest(results, certain)
-    return f"{doubt} Certain: {_setting(results, row)}, with {_tokens(results, row)}."
+    return f"{doubt} Certain: {_format_setting(results, row)}, with {_format_tokens(results, row)}."
 
 
 def _is_certain(row: Row, points: int) -> bool:
@@ -140,11 +140,11 @@ def _find_rivals(results: Results, best: Row, rows: list[Row]) -> Iterator[str]:
     """Yield a remark with the settings that cost no more and do not differ significantly from the best."""
     answers, names = results.answers[best.method, best.keep], []
     limit = best.tokens_average + EQUAL_COST * results.baseline.tokens_average
-    for row in sorted(rows, key=_lost):
+    for row in sorted(rows, key=_compute_loss):
         if row is not best and row.tokens_average <= limit:
             difference = compare_paired(results.answers[row.method, row.keep], answers)
             if difference.low <= 0 <= difference.high:
-                names.append(_setting(results, row))
+                names.append(_format_setting(results, row))
     if names:
         more = f" and {len(names) - _MAX_RIVALS} more" if names[_MAX_RIVALS:] else ""
         yield f"Not significantly different at no higher cost: {', '.join(names[:_MAX_RIVALS])}{more}."
@@ -172,30 +172,30 @@ def _format_allowed(points: int) -> str:
     return f"{points} point{'s'[: points > 1]}"
 
 
-def _lost(row: Row) -> float:
+def _compute_loss(row: Row) -> float:
     return -row.differences[UNPATCHED].difference
 
 
-def _setting(results: Results, row: Row) -> str:
+def _format_setting(results: Results, row: Row) -> str:
     unit = " tokens" if isinstance(row.keep, int) and row.keep_text == str(row.keep) else ""
     limit = results.max_visual_tokens
     limited = "" if limit is None or row.method == LIMITER else f" with max_visual_tokens={limit}"
     return f"{row.method} at {'target' if results.equal_cost else 'keep'} {row.keep_text}{unit}{limited}"
 
 
-def _tokens(results: Results, row: Row) -> str:
+def _format_tokens(results: Results, row: Row) -> str:
     unpruned = results.baseline.tokens_average
     return f"{row.tokens_average:.0f} of {unpruned:.0f} ({100 * row.tokens_average / unpruned:.0f} %)"
 
 
-def _ttft(results: Results, row: Row) -> str:
+def _format_ttft(results: Results, row: Row) -> str:
     unpatched_ms = results.unpatched_ms()
     if unpatched_ms is None or row.ttft_ratio is None:
         return "not measured"
     return f"{row.ttft_ratio * unpatched_ms:.4g} of {unpatched_ms:.4g} ms ({1 / row.ttft_ratio:.2f}×)"
 
 
-def _kv(row: Row) -> str:
+def _format_kv_cache(row: Row) -> str:
     used, unpruned = row.stats["kv_bytes"], row.stats["kv_bytes_full"]
     if not unpruned:
         return "not known"

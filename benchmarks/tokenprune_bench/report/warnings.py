@@ -54,16 +54,16 @@ def find_warnings(results: Results) -> list[RunWarning]:
     """Return the warnings of a run, the worst first. The baselines get no warnings, except if one was not run."""
     rows = [row for row in results.rows if row.method not in (UNPATCHED, *MARKS)]
     if results.evidence_only:  # no scores
-        return [*_unfinished(results), *_left_out(results)]
+        return [*_iter_unfinished_warnings(results), *_iter_skip_warnings(results)]
     warnings = [
-        *_controls(results),
-        *_unknown_images(results),
-        *_unfinished(results),
-        *_against_baselines(results, rows),
-        *_collapsed(results.baseline, rows),
-        *(() if find_busy_load(results) else _not_faster(rows)),  # busy times are not reliable
-        *_doubtful(results, rows),
-        *_left_out(results),
+        *_iter_control_warnings(results),
+        *_iter_image_warnings(results),
+        *_iter_unfinished_warnings(results),
+        *_iter_baseline_warnings(results, rows),
+        *_iter_collapse_warnings(results.baseline, rows),
+        *(() if find_busy_load(results) else _iter_speed_warnings(rows)),  # busy times are not reliable
+        *_iter_reliability_warnings(results, rows),
+        *_iter_skip_warnings(results),
     ]
     return sorted(warnings, key=lambda warning: warning.level)  # stable
 
@@ -73,7 +73,7 @@ def format_warnings(results: Results) -> list[str]:
     return [warning.line() for warning in find_warnings(results) if warning.code not in _IN_TABLES]
 
 
-def _controls(results: Results) -> Iterator[RunWarning]:
+def _iter_control_warnings(results: Results) -> Iterator[RunWarning]:
     items = [
         f"{control.name}: {kind} {100 * control.kinds[kind].value:.0f} %, chance {100 * control.chance[kind]:.0f} %"
         for control in results.controls
@@ -87,7 +87,7 @@ def _controls(results: Results) -> Iterator[RunWarning]:
         yield RunWarning("control-passed", Level.BAD, "A control does not fail", text, tuple(items))
 
 
-def _unknown_images(results: Results) -> Iterator[RunWarning]:
+def _iter_image_warnings(results: Results) -> Iterator[RunWarning]:
     """Yield a warning if the images differ from the training images of a shipped model."""
     env, data = results.header["environment"], results.header.get("data")
     if env.get("weights") and data and not data["name"].startswith(DRAWN_PREFIX):
@@ -95,7 +95,7 @@ def _unknown_images(results: Results) -> Iterator[RunWarning]:
         yield RunWarning("unknown-images", Level.BAD, "The model does not know such images", text)
 
 
-def _unfinished(results: Results) -> Iterator[RunWarning]:
+def _iter_unfinished_warnings(results: Results) -> Iterator[RunWarning]:
     plan = results.header["plan"]
     rows_of_old_runs = 1 + len(plan.get("methods", ())) * len(plan.get("keeps", ()))
     num_expected = results.header.get("rows", rows_of_old_runs)
@@ -105,7 +105,7 @@ def _unfinished(results: Results) -> Iterator[RunWarning]:
         yield RunWarning("unfinished", Level.BAD, "The run is not finished", text)
 
 
-def _against_baselines(results: Results, rows: list[Row]) -> Iterator[RunWarning]:
+def _iter_baseline_warnings(results: Results, rows: list[Row]) -> Iterator[RunWarning]:
     descriptions = {"random": "random tokens", "downsample": "a smaller image"}
     for name, mark in MARKS.items():
         if not any(row.method == name for row in results.rows):
@@ -119,8 +119,9 @@ def _against_baselines(results: Results, rows: list[Row]) -> Iterator[RunWarning
         if worse:
             text = f"At the same keep, {descriptions[name]} get{'s' if name == 'downsample' else ''} a higher score."
             yield RunWarning(f"worse-than-{name}", Level.BAD, f"Worse than `{name}`", text, tuple(
-                f"{_format_setting(row)}: {_points(row.differences[name].difference)} points "
-                f"[{_points(row.differences[name].low)}, {_points(row.differences[name].high)}]" for row in worse
+                f"{_format_setting(row)}: {_format_points(row.differences[name].difference)} points "
+                f"[{_format_points(row.differences[name].low)}, {_format_points(row.differences[name].high)}]"
+                for row in worse
             ))  # fmt: skip
         equal = [row for row in behind if row not in worse]
         if equal:
@@ -129,10 +130,10 @@ def _against_baselines(results: Results, rows: list[Row]) -> Iterator[RunWarning
                 "same keep."
             )
             title = f"Not shown to be better than `{name}`"
-            yield RunWarning(f"not-better-than-{name}", Level.CAUTION, title, text, tuple(_by_method(equal)))
+            yield RunWarning(f"not-better-than-{name}", Level.CAUTION, title, text, tuple(_format_by_method(equal)))
 
 
-def _collapsed(base: Row, rows: list[Row]) -> Iterator[RunWarning]:
+def _iter_collapse_warnings(base: Row, rows: list[Row]) -> Iterator[RunWarning]:
     kinds = {kind: None for row in rows for kind, share in row.kinds.items() if share.collapsed}
     reading = {kind for kind in kinds if _READING.search(kind.replace("_", " "))}
     more = f"by more than {100 * COLLAPSE:.0f} points against the unpatched model, although the mean may be good."
@@ -151,7 +152,7 @@ def _collapsed(base: Row, rows: list[Row]) -> Iterator[RunWarning]:
             yield RunWarning(code, Level.BAD, title, text, tuple(items))
 
 
-def _not_faster(rows: list[Row]) -> Iterator[RunWarning]:
+def _iter_speed_warnings(rows: list[Row]) -> Iterator[RunWarning]:
     slow = [row for row in rows if row.ttft_ratio is not None and row.ttft_ratio >= 1]
     if slow:
         text = "The time to the first token is not shorter than unpatched: the selection takes as long as it saves."
@@ -159,7 +160,7 @@ def _not_faster(rows: list[Row]) -> Iterator[RunWarning]:
         yield RunWarning("not-faster", Level.CAUTION, "Pruned, but not faster", text, tuple(items))
 
 
-def _doubtful(results: Results, rows: list[Row]) -> Iterator[RunWarning]:
+def _iter_reliability_warnings(results: Results, rows: list[Row]) -> Iterator[RunWarning]:
     if busy := find_busy_load(results):
         text = f"The load was {busy[0]:.1f} on {busy[1]} cores. These times are not reliable."
         yield RunWarning("busy", Level.CAUTION, "The machine was busy while times were taken", text)
@@ -173,7 +174,7 @@ def _doubtful(results: Results, rows: list[Row]) -> Iterator[RunWarning]:
         yield RunWarning("few-questions", Level.CAUTION, f"Only {widest.questions} questions", text)
 
 
-def _left_out(results: Results) -> Iterator[RunWarning]:
+def _iter_skip_warnings(results: Results) -> Iterator[RunWarning]:
     if rows := (results.header.get("data") or {}).get("skipped"):
         title = f"{len(rows)} row{'s'[: len(rows) > 1]} left out"
         yield RunWarning("skipped-rows", Level.CAUTION, title, "These rows of the data are not valid.", tuple(rows))
@@ -190,12 +191,12 @@ def _format_setting(row: Row) -> str:
     return row.method if row.method == UNPATCHED else f"{row.method} at {row.keep_text}"
 
 
-def _by_method(rows: Iterable[Row]) -> list[str]:
+def _format_by_method(rows: Iterable[Row]) -> list[str]:
     keeps: dict[str, list[str]] = {}
     for row in rows:
         keeps.setdefault(row.method, []).append(row.keep_text)
     return [f"{method} at {', '.join(some)}" for method, some in keeps.items()]
 
 
-def _points(share: float) -> str:
+def _format_points(share: float) -> str:
     return f"{100 * share:+.1f}"

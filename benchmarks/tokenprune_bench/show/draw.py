@@ -123,7 +123,7 @@ def draw(
     dark_border, light_border = (np.array(color, np.float32) for color in _BORDERS)
     border = np.where(spread(light)[..., None], light_border, dark_border)
     outline = np.where(joined, spread(colors), border)
-    drawing = np.where((_edges(group, line) & (group >= 0))[..., None], outline, drawing)
+    drawing = np.where((_find_edges(group, line) & (group >= 0))[..., None], outline, drawing)
     drawn = Image.fromarray(drawing.clip(0, 255).round().astype(np.uint8))
     pen, dot = ImageDraw.Draw(drawn), max(1, side // 10)
     for row, column in zip(*(merged & kept).nonzero(), strict=True):
@@ -141,7 +141,7 @@ def compute_sizes(frames: Sequence[Image.Image], side: int) -> list[tuple[int, i
     ]
 
 
-def _edges(labels: np.ndarray, line: int) -> np.ndarray:
+def _find_edges(labels: np.ndarray, line: int) -> np.ndarray:
     """Return pixels within `line` pixels of another label or of the edge of the image."""
     padded = np.pad(labels, line, constant_values=-1)
     height, width = labels.shape

@@ -135,7 +135,7 @@ def sheet(
         least: Minimum height of a caption in pixels.
     """
     across, size = max(map(len, rows)), letters(width)
-    cell, frame, per_line = _places(rows, width)
+    cell, frame, per_line = _compute_layout(rows, width)
     parts = []
     for line in rows:
         images = [None if panel is None else panel.wrapped(frame, per_line) for panel in line]
@@ -151,22 +151,22 @@ def sheet(
                     ImageDraw.Draw(part).rectangle(edge, outline=EDGE)
                 part.paste(text, (index * (cell + GAP), tall + size // 3))
         parts.append(part)
-    image = column([_head(head, parts[0].width, size, beside), *parts], GAP)
+    image = column([_draw_head(head, parts[0].width, size, beside), *parts], GAP)
     return ImageOps.expand(image, GAP, PAPER)
 
 
 def get_caption_height(rows: Sequence[Sequence[Panel | None]], width: int = WIDTH) -> int:
     """Return the height of the highest caption of a sheet."""
-    cell, _, _ = _places(rows, width)
+    cell, _, _ = _compute_layout(rows, width)
     return max(caption(panel, cell, letters(width)).height for line in rows for panel in line if panel is not None)
 
 
-def _places(rows: Sequence[Sequence[Panel | None]], width: int) -> tuple[int, int, int]:
+def _compute_layout(rows: Sequence[Sequence[Panel | None]], width: int) -> tuple[int, int, int]:
     """Return the width of a panel, the width of a frame, and the number of frames per line."""
     panels = [panel for line in rows for panel in line if panel is not None]
     across = max(map(len, rows))
     cell = (width - 2 * GAP - (across - 1) * GAP) // across
-    per_line = _per_line(panels, cell)
+    per_line = _choose_frames_per_line(panels, cell)
     frame = (cell - (per_line - 1) * FRAME_GAP) // per_line
     frame = max(1, min(frame, round(TALLEST / max(panel.shape for panel in panels))))
     if per_line == 1 and frame < cell:  # narrow panels avoid wide margins beside tall images
@@ -178,7 +178,9 @@ def caption(panel: Panel, width: int, size: int) -> Image.Image:
     """Return the caption of a panel, `width` pixels wide."""
     font = ImageFont.load_default(size)
     title = [(part, INK) for part in wrapped(panel.title, font, width)]
-    return _text([*title, *((part, PALE) for line in panel.lines for part in wrapped(line, font, width))], width, size)
+    return _draw_text(
+        [*title, *((part, PALE) for line in panel.lines for part in wrapped(line, font, width))], width, size
+    )
 
 
 def wrapped(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> list[str]:
@@ -187,8 +189,8 @@ def wrapped(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width
     Names of methods may break after a plus, a comma, a colon or an equals sign.
     """
     words = re.findall(r"\s*[^\s+,:=]*[+,:=]*", text.strip())
-    pieces = [part for word in words if word for part in _pieces(word, font, width)]
-    lines = _filled(pieces, font, width)
+    pieces = [part for word in words if word for part in _split_word(word, font, width)]
+    lines = _fill_lines(pieces, font, width)
     if len(lines) < 2:
         return lines or [""]
     if len(lines) == 2:  # prefer a break after a comma
@@ -199,11 +201,11 @@ def wrapped(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width
     low, high = 1, width
     while low < high:  # binary search for the narrowest column with the same number of lines
         middle = (low + high) // 2
-        if max(map(font.getlength, pieces)) <= middle and len(_filled(pieces, font, middle)) <= len(lines):
+        if max(map(font.getlength, pieces)) <= middle and len(_fill_lines(pieces, font, middle)) <= len(lines):
             high = middle
         else:
             low = middle + 1
-    lines = _filled(pieces, font, low)
+    lines = _fill_lines(pieces, font, low)
     if len(lines) <= _MOST_LINES:
         return lines
     last = lines[_MOST_LINES - 1]
@@ -212,7 +214,7 @@ def wrapped(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width
     return [*lines[: _MOST_LINES - 1], f"{last} ..."]
 
 
-def _pieces(word: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> list[str]:
+def _split_word(word: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> list[str]:
     """Split a word that is wider than a line."""
     pieces = [""]
     for letter in word:
@@ -222,7 +224,7 @@ def _pieces(word: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width
     return pieces
 
 
-def _filled(pieces: Sequence[str], font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float) -> list[str]:
+def _fill_lines(pieces: Sequence[str], font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float) -> list[str]:
     lines: list[str] = []
     for piece in pieces:
         if lines and font.getlength(lines[-1] + piece) <= width:
@@ -232,7 +234,7 @@ def _filled(pieces: Sequence[str], font: ImageFont.ImageFont | ImageFont.FreeTyp
     return lines
 
 
-def _per_line(panels: Sequence[Panel], cell: int) -> int:
+def _choose_frames_per_line(panels: Sequence[Panel], cell: int) -> int:
     """Return the number of frames per line of a drawing."""
     frames, ratio = max(panel.frames for panel in panels), max(panel.shape for panel in panels)
     if frames <= _ACROSS:
@@ -264,13 +266,13 @@ def column(rows: Sequence[Image.Image], gap: int = FRAME_GAP) -> Image.Image:
     return image
 
 
-def _head(lines: Sequence[str], width: int, size: int, beside: Image.Image | None) -> Image.Image:
+def _draw_head(lines: Sequence[str], width: int, size: int, beside: Image.Image | None) -> Image.Image:
     """Return the heading of a sheet, with an image on the right."""
     if beside is not None:
         beside = ImageOps.contain(beside, (width // 5, 6 * size))
     text_width = width if beside is None else width - beside.width - GAP
     font = ImageFont.load_default(size)
-    text = _text([(part, INK) for line in lines for part in wrapped(line, font, text_width)], text_width, size)
+    text = _draw_text([(part, INK) for line in lines for part in wrapped(line, font, text_width)], text_width, size)
     if beside is None:
         return text
     head = Image.new("RGB", (width, max(text.height, beside.height)), PAPER)
@@ -279,7 +281,7 @@ def _head(lines: Sequence[str], width: int, size: int, beside: Image.Image | Non
     return head
 
 
-def _text(lines: Sequence[tuple[str, str]], width: int, size: int) -> Image.Image:
+def _draw_text(lines: Sequence[tuple[str, str]], width: int, size: int) -> Image.Image:
     """Return lines of text with their colors, on a plain background."""
     font, high = ImageFont.load_default(size), int(1.35 * size)
     image = Image.new("RGB", (width, high * len(lines) + 4), PAPER)

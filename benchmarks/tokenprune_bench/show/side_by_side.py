@@ -168,19 +168,25 @@ def show(
         if not video:  # draw images at their own resolution; a model may merge frames of a video in time
             view = PromptView(views, view.grids, view.kept, view.groups, view.answer, view.stats, view.scores)
         shown.append(view)
-        sizes = [_size(frame, grid, single, several) for frame, grid in zip(view.frames, view.grids, strict=True)]
+        sizes = [
+            _compute_size(frame, grid, single, several) for frame, grid in zip(view.frames, view.grids, strict=True)
+        ]
         if not panels:
             unpatched = [frame.resize(size) for frame, size in zip(view.frames, sizes, strict=True)]
-            about = f"{tokens} visual tokens", _said(before)
-            panels.append(_panel(_strip(unpatched), "unpatched", about, view.frames, _plain(view.frames)))
+            about = f"{tokens} visual tokens", _format_answer(before)
+            panels.append(
+                _build_panel(_strip(unpatched), "unpatched", about, view.frames, _make_plain_drawer(view.frames))
+            )
         keep_text = format_keep(setting.keep, len(setting.names), int(view.kept.sum()) / max(1, tokens))
         image, title = _strip(view.drawings(0, sizes)), f"{name}, keep {keep_text}"
-        panels.append(_panel(image, title, _about(view, tokens), view.frames, _kept(view)))
+        panels.append(_build_panel(image, title, _describe_view(view, tokens), view.frames, _make_kept_drawer(view)))
         if scores and view.scores is None:
             notes.append(f"{name} does not rank tokens by a score, so it has no map")
         elif scores and view.scores is not None:
-            heated, scale = _heat(view), ("ranks, from dark (low) to yellow (high)",)
-            panels.append(_panel(_strip(heated(sizes)), f"{name}: scores", scale, view.frames, heated, scores=True))
+            heated, scale = _make_heat_drawer(view), ("ranks, from dark (low) to yellow (high)",)
+            panels.append(
+                _build_panel(_strip(heated(sizes)), f"{name}: scores", scale, view.frames, heated, scores=True)
+            )
     limits = {setting.max_visual_tokens for setting in parsed if setting.max_visual_tokens is not None}
     notes += [f"{LIMIT}={limit}: the methods get at most {limit} tokens of an image" for limit in limits]
     shown_notes = (note for note in notes if note.startswith((draw.CROPS, LIMIT)))
@@ -253,12 +259,12 @@ def plot(
     return figure
 
 
-def _about(view: PromptView, tokens: int) -> tuple[str, ...]:
+def _describe_view(view: PromptView, tokens: int) -> tuple[str, ...]:
     average = f", {view.stats.visual_tokens_average:.0f} on average over the layers" if view.stats else ""
-    return f"{tokens} to {int(view.kept.sum())} visual tokens{average}", _said(view.answer)
+    return f"{tokens} to {int(view.kept.sum())} visual tokens{average}", _format_answer(view.answer)
 
 
-def _size(frame: Image.Image, grid: tuple[int, int], single: bool, several: bool) -> tuple[int, int]:
+def _compute_size(frame: Image.Image, grid: tuple[int, int], single: bool, several: bool) -> tuple[int, int]:
     """Return the size of a drawing: the image's size within limits, with a minimum size per patch."""
     longest = max(frame.size)
     largest = LARGEST if single and not several else LARGEST // 2 if single else LARGEST // 6
@@ -267,11 +273,11 @@ def _size(frame: Image.Image, grid: tuple[int, int], single: bool, several: bool
     return max(1, round(frame.width * scale)), max(1, round(frame.height * scale))
 
 
-def _said(answer: str) -> str:
+def _format_answer(answer: str) -> str:
     return f"answer: {answer.strip() or '(nothing)'}"
 
 
-def _panel(
+def _build_panel(
     image: Image.Image, title: str, lines: tuple[str, ...], frames: Sequence[Image.Image], draw_at: _At, **more: bool
 ) -> Panel:
     """Return a panel that can be drawn at any width. `draw_at` draws the frames at given sizes."""
@@ -283,19 +289,19 @@ def _panel(
     return Panel(image, title, lines, frames=len(frames), ratio=ratio, draw=wide, **more)
 
 
-def _plain(frames: Sequence[Image.Image]) -> _At:
+def _make_plain_drawer(frames: Sequence[Image.Image]) -> _At:
     """Return a function that resizes frames."""
     return lambda sizes: [
         frame.resize(size, Image.Resampling.LANCZOS) for frame, size in zip(frames, sizes, strict=True)
     ]
 
 
-def _kept(view: PromptView) -> _At:
+def _make_kept_drawer(view: PromptView) -> _At:
     """Return a function that draws the kept tokens of each frame."""
     return lambda sizes: view.drawings(0, sizes)
 
 
-def _heat(view: PromptView) -> _At:
+def _make_heat_drawer(view: PromptView) -> _At:
     """Return a function that draws the scores of each frame."""
     scores = view.split(view.scores) if view.scores is not None else []
     return lambda sizes: [draw.heat(*arguments) for arguments in zip(view.frames, scores, sizes, strict=True)]

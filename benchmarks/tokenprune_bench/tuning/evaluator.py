@@ -93,7 +93,7 @@ class Evaluator:
     @property
     def groups(self) -> list[Any]:
         """Image sources of each question. Questions about the same images have equal entries."""
-        return [_seen(question) for question in self.questions]
+        return [_get_media_key(question) for question in self.questions]
 
     def ask(
         self, candidate: Setting | None, chunk: Sequence[int], on_batch: Callable[[int], None] | None = None
@@ -141,8 +141,8 @@ class Evaluator:
     def cost(self, candidate: Setting) -> dict[str, Any]:
         """Return the cost record of a candidate, relative to the unpatched model on the same questions."""
         asked = self._scores[candidate]
-        unpatched = _total(cost for first, cost in self._costs[None].items() if first in asked)
-        return build_cost_record(_total(self._costs[candidate].values()), unpatched)
+        unpatched = _sum_costs(cost for first, cost in self._costs[None].items() if first in asked)
+        return build_cost_record(_sum_costs(self._costs[candidate].values()), unpatched)
 
     @cached_property
     def _closed(self) -> tuple[CostModel, list[Load]] | None:
@@ -221,11 +221,11 @@ def _place(candidate: Setting | None) -> dict[str, Any]:
     return {"setting": None if candidate is None else candidate.to_json()}
 
 
-def _total(costs: Any) -> Stats:
+def _sum_costs(costs: Any) -> Stats:
     return sum((Stats(**cost) for cost in costs), Stats())
 
 
-def _seen(question: Any) -> Any:
+def _get_media_key(question: Any) -> Any:
     if hasattr(question, "path"):
         return str(question.path)
     return tuple(

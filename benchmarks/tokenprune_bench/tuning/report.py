@@ -101,12 +101,12 @@ def describe_outcome(tuning: Tuning, metric: str = "accuracy %") -> list[str]:
     choice, promise = tuning.choice, tuning.promise
     allowed, sure = format_points(promise.max_drop), f"a confidence of {100 * promise.confidence:g} %"
     if choice is None:
-        return [*_nothing(tuning, allowed, sure), *tuning.notes]
+        return [*_describe_failure(tuning, allowed, sure), *tuning.notes]
     cost, before, after = build_cost_summary(choice), tuning.scores["unpatched"], tuning.scores["tuned"]
     said = [
         f"{choice.candidate.name}, keep {_keep(choice)}: less than {allowed} lost, with {sure}.",
         f"{metric} {100 * before:.1f} → {100 * after:.1f} on {tuning.held_out} held-out questions (shown: less than "
-        f"{format_points(choice.bound)} lost); " + "; ".join(_compared(cost)) + ".",
+        f"{format_points(choice.bound)} lost); " + "; ".join(_format_cost_changes(cost)) + ".",
     ]
     if len(choice.kinds) > 1:
         worst = sorted(choice.kinds, key=choice.kinds.get, reverse=True)[:3]
@@ -123,7 +123,7 @@ def describe_outcome(tuning: Tuning, metric: str = "accuracy %") -> list[str]:
     return said + [f"warning: {note}" for note in tuning.notes]
 
 
-def _compared(cost: dict[str, Any]) -> list[str]:
+def _format_cost_changes(cost: dict[str, Any]) -> list[str]:
     """Return tokens, time and memory as "unpatched → tuned" phrases."""
     tokens, before_tokens = cost["visual_tokens"], cost["visual_tokens_unpatched"]
     said = [
@@ -154,7 +154,7 @@ def build_tuning_table(tuning: Tuning) -> Table:
         f"{TITLES[tuning.ranked_by]}.",
     )
     title = f"Tested for a drop below {format_points(tuning.promise.max_drop)}, confidence {sure}, the safest first"
-    return _table(title, tuning.tested, notes)
+    return _build_table(title, tuning.tested, notes)
 
 
 def build_short_table(tuning: Tuning) -> Table:
@@ -162,7 +162,7 @@ def build_short_table(tuning: Tuning) -> Table:
     trials = list(tuning.tested[:_SHORT_ROWS])
     if tuning.choice is not None and tuning.choice not in trials:
         trials[-1] = tuning.choice
-    table = _table("Tested on the held-out questions, the safest first", trials, ())
+    table = _build_table("Tested on the held-out questions, the safest first", trials, ())
     indices = [table.columns.index(name) for name in ("method", "keep", "tokens", "TTFT", "KV cache", "drop", "below")]
     rows = [[row[index] for index in indices] for row in table.rows]
     return Table(table.title, tuple(table.columns[index] for index in indices), rows)
@@ -180,15 +180,15 @@ def build_others_table(tuning: Tuning) -> Table:
         (trial for trial in tuning.trials if not trial.held_out), key=lambda trial: (-trial.search, trial.drop or 0.0)
     )
     note = f"Asked: of {tuning.search} questions to search with. Drop: points of the metric lost on them."
-    return _table("Not tested", rest, (note,))
+    return _build_table("Not tested", rest, (note,))
 
 
-def _table(title: str, trials: Sequence[Trial], notes: tuple[str, ...]) -> Table:
+def _build_table(title: str, trials: Sequence[Trial], notes: tuple[str, ...]) -> Table:
     columns = ("method", "keep", "tokens", "TTFT", "KV cache", "prefill FLOPs", "asked", "drop", "below", "outcome")
-    return Table(title, columns, [[*map(Cell, _row(trial))] for trial in trials], notes, last_left=True)
+    return Table(title, columns, [[*map(Cell, _build_row(trial))] for trial in trials], notes, last_left=True)
 
 
-def _row(trial: Trial) -> list[str]:
+def _build_row(trial: Trial) -> list[str]:
     cost = build_cost_summary(trial) if trial.cost else {}
     tokens = f"{cost['visual_tokens'] / max(1, cost['visual_tokens_unpatched']):.0%}" if cost else ""
     time = f"{trial.timing['ttft_ratio']['p50']:.2f}x" if trial.timing else ""
@@ -209,7 +209,7 @@ def _keep(trial: Trial) -> str:
     return format_keep(trial.candidate.keep_text, cuts, trial.cost["keep_ratio"])
 
 
-def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:
+def _describe_failure(tuning: Tuning, allowed: str, sure: str) -> list[str]:
     tested, promise = tuning.tested, tuning.promise
     if not tested:
         heard = [trial for trial in tuning.trials if trial.search]

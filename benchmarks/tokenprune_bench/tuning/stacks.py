@@ -97,14 +97,14 @@ def propose_stacks(
         estimate: Returns the estimate for given drops and a saving.
         max_stacks: Maximum number of stacks.
     """
-    fronts = {site: _front([part for part in answered if get_site(part.candidate) is site]) for site in _SITES}
+    fronts = {site: _select_front([part for part in answered if get_site(part.candidate) is site]) for site in _SITES}
     choices = [[None, *front] for front in fronts.values() if front]
     stacks: list[tuple[Setting, Estimate]] = []
     for combination in itertools.product(*choices):
         parts = [part for part in combination if part is not None]
         if len(parts) < 2:
             continue
-        candidate = _stacked(parts)
+        candidate = _combine_parts(parts)
         if candidate is None:
             continue
         drops = np.clip(sum(part.drops for part in parts), -1, 1)
@@ -119,7 +119,7 @@ def propose_stacks(
     return [stacks[index][0] for index in select_promoted([part for _, part in stacks], max_stacks)]
 
 
-def _front(parts: Sequence[StackPart]) -> list[StackPart]:
+def _select_front(parts: Sequence[StackPart]) -> list[StackPart]:
     """Return up to `_OF_A_SITE` parts on the Pareto front of cost and drop of one site, the safest first."""
     best: list[StackPart] = []
     for part in sorted(parts, key=lambda part: (part.drop, part.spent)):
@@ -130,7 +130,7 @@ def _front(parts: Sequence[StackPart]) -> list[StackPart]:
     return [best[round(position)] for position in np.linspace(0, len(best) - 1, _OF_A_SITE)]
 
 
-def _stacked(parts: Sequence[StackPart]) -> Setting | None:
+def _combine_parts(parts: Sequence[StackPart]) -> Setting | None:
     """Combine parts in the order of their sites. None if the methods cannot be combined."""
     names, options, keeps = [], [], []
     for part in parts:

@@ -72,7 +72,7 @@ class Tuner:
         self.evaluator, self.promise, self.repeats = evaluator, promise, repeats
         self.objective = check_objective(objective)
         self._notes: list[str] = []
-        self.trials = [self._trial(candidate) for candidate in dict.fromkeys(candidates)]
+        self.trials = [self._build_trial(candidate) for candidate in dict.fromkeys(candidates)]
         # FLOPs replace times until these are measured, including the tower's FLOPs if they are known.
         tower = any(trial.predicted.get("tower_share") for trial in self.trials)
         self._stand_in = WORK if tower else "flops"
@@ -95,20 +95,20 @@ class Tuner:
 
     def search_only(self) -> list[Trial]:
         """Run the search, including stacks, without the test. Return the remaining trials."""
-        return self._halved(self._able(self.trials))
+        return self._halve_trials(self._select_usable_trials(self.trials))
 
     def run(self) -> Tuning:
         """Run the search and the test."""
         alive = self.search_only()
         if self.objective in TIMED:
-            finalists = self._finalists(self._timed(self._best(alive, CARRIED, "others promise more")))
+            finalists = self._select_finalists(self._timed(self._best(alive, CARRIED, "others promise more")))
         else:
-            finalists = self._timed(self._finalists(alive))
+            finalists = self._timed(self._select_finalists(alive))
         choice, scores = self._tested(finalists)
         searched, held_out = len(self.search), len(self.held_out)
         return Tuning(
             self.promise, self.trials, choice, searched, held_out, scores, self.objective, self._by,
-            more_questions=None if choice else self._more(finalists), notes=self._notes,
+            more_questions=None if choice else self._estimate_more_questions(finalists), notes=self._notes,
         )  # fmt: skip
 
     def estimate(self) -> tuple[int, float | None]:
@@ -124,10 +124,10 @@ class Tuner:
         self._done = 0  # `run` counts these answers
         return self.total, (time.perf_counter() - start) / len(chunk) * self.total
 
-    def _trial(self, candidate: Setting) -> Trial:
+    def _build_trial(self, candidate: Setting) -> Trial:
         return Trial(candidate, predicted=self.evaluator.predict(candidate))
 
-    def _able(self, trials: Sequence[Trial]) -> list[Trial]:
+    def _select_usable_trials(self, trials: Sequence[Trial]) -> list[Trial]:
         """Return the trials that can run, save cost, and reach the target speed."""
         for trial in trials:
             reason = explain_unfit(trial.candidate, self.evaluator.videos)
@@ -152,10 +152,10 @@ class Tuner:
         except (DataError, RunError):
             raise
         except TokenPruneError as error:
-            trial.state = _skipped(error)
+            trial.state = _format_skip_reason(error)
         return not trial.state
 
-    def _halved(self, alive: list[Trial]) -> list[Trial]:
+    def _halve_trials(self, alive: list[Trial]) -> list[Trial]:
         """Return the trials that answered all search questions and are not shown to lose too much."""
         places, asked = len(alive), 0
         for size in self.sizes:
@@ -164,12 +164,12 @@ class Tuner:
             chunk, first, asked = self.search[asked:size], not asked, size
             self._asked(None, chunk)
             if first:
-                alive = [trial for trial in self._first(alive, chunk) if not self._hopeless(trial)]
-                alive += self._first(self._able(self._proposed(alive)), chunk)
+                alive = [trial for trial in self._first(alive, chunk) if not self._is_hopeless(trial)]
+                alive += self._first(self._select_usable_trials(self._add_stack_trials(alive)), chunk)
                 places = len(alive)
             else:
                 alive = [trial for trial in alive if self._results(trial, chunk, self.search[:size])]
-            alive = [trial for trial in alive if not self._hopeless(trial)]
+            alive = [trial for trial in alive if not self._is_hopeless(trial)]
             if size == self.sizes[-1]:
                 break
             places = max(CARRIED, math.ceil(places / 2))
@@ -184,7 +184,7 @@ class Tuner:
                 self._results(trial, chunk, chunk)
         return [trial for trial in trials if not trial.state]
 
-    def _proposed(self, alive: list[Trial]) -> list[Trial]:
+    def _add_stack_trials(self, alive: list[Trial]) -> list[Trial]:
         """Return trials of stacks of answered settings."""
         if not self.stacks:
             return []
@@ -197,7 +197,7 @@ class Tuner:
             self.stacks,
         )
         known = {trial.candidate for trial in self.trials}
-        trials = [self._trial(candidate) for candidate in stacks if candidate not in known]
+        trials = [self._build_trial(candidate) for candidate in stacks if candidate not in known]
         self.trials += trials
         return trials
 
@@ -223,7 +223,7 @@ class Tuner:
         except (DataError, RunError):
             raise  # the run cannot continue, with any method
         except TokenPruneError as error:
-            trial.state = _skipped(error)
+            trial.state = _format_skip_reason(error)
             return False
         trial.search, trial.drop = len(so_far), float(self._drops(trial, so_far).mean())
         trial.cost = self.evaluator.cost(trial.candidate)
@@ -232,7 +232,7 @@ class Tuner:
     def _drops(self, trial: Trial, numbers: Sequence[int]) -> np.ndarray:
         return self.evaluator.scores(None, numbers) - self.evaluator.scores(trial.candidate, numbers)
 
-    def _hopeless(self, trial: Trial) -> bool:
+    def _is_hopeless(self, trial: Trial) -> bool:
         """Return True and stop the trial if the test of the negated drops shows that the drop exceeds the limit."""
         gains = -self._drops(trial, self.search[: trial.search])
         if is_below(gains, -self.promise.max_drop, self.promise.level):
@@ -272,7 +272,7 @@ class Tuner:
             )
         return trials
 
-    def _finalists(self, alive: list[Trial]) -> list[Trial]:
+    def _select_finalists(self, alive: list[Trial]) -> list[Trial]:
         """Return the trials to test, the safest first."""
         estimates = [self._estimate_of(trial) for trial in alive]
         chosen = select_tests(estimates, FINALISTS)
@@ -330,7 +330,7 @@ class Tuner:
         choice.state = "chosen"
         return choice, scores | {"tuned": scores["unpatched"] - choice.drop}
 
-    def _more(self, finalists: list[Trial]) -> int | None:
+    def _estimate_more_questions(self, finalists: list[Trial]) -> int | None:
         """Estimate the number of further questions that would prove the promise for the safest finalist.
 
         None if no number would help.
@@ -346,7 +346,7 @@ class Tuner:
         return math.ceil(more / digit) * digit  # two digits: it is an estimate
 
 
-def _skipped(error: TokenPruneError) -> str:
+def _format_skip_reason(error: TokenPruneError) -> str:
     return f"skipped: {str(error).splitlines()[0]}"
 
 

@@ -75,7 +75,7 @@ def test_every_task_has_a_reason_with_a_page() -> None:
 def test_evidence_has_a_similar_keep_and_the_same_task(task: str) -> None:
     row = ADVICE[task]
     relevant, elsewhere = row.evidence(SIZE)
-    by_text = {entry["figure"]: entry for entry in advice._entries() if entry["method"] == row.method}
+    by_text = {entry["figure"]: entry for entry in advice._read_entries() if entry["method"] == row.method}
     assert len(relevant) + len(elsewhere) == len(by_text)
     for piece in relevant:
         entry = by_text[piece.figure]
@@ -92,7 +92,9 @@ def test_evidence_has_a_similar_keep_and_the_same_task(task: str) -> None:
 
 
 def test_grades_of_synthetic_and_published_evidence() -> None:
-    grades = {(entry["kind"], entry["photographs"], advice.grade_entry(entry, SIZE)) for entry in advice._entries()}
+    grades = {
+        (entry["kind"], entry["photographs"], advice.grade_entry(entry, SIZE)) for entry in advice._read_entries()
+    }
     assert ("measured by us", False, "strong") not in grades and ("published", True, "strong") in grades
     general, _ = ADVICE["general"].evidence(SIZE)
     assert [entry.grade for entry in general if entry.kind == "published"] == ["strong", "strong"]

@@ -29,7 +29,7 @@ def videos():
 def plain(monkeypatch):
     """Draw on black, for speed, in tests that only read the objects of a video."""
     monkeypatch.setattr(
-        drawn_videos, "_grounds", lambda rng, ground, size, photos: [Image.new("RGB", size) for _ in range(8)]
+        drawn_videos, "_draw_grounds", lambda rng, ground, size, photos: [Image.new("RGB", size) for _ in range(8)]
     )
 
 

@@ -20,7 +20,7 @@ from tokenprune.kernels.density import density_peaks
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.kernels.farthest import farthest
 from tokenprune.kernels.join import destinations, join, merge_assigned
-from tokenprune.kernels.match import TIE, _first_max, best_match, match_selected
+from tokenprune.kernels.match import TIE, _find_row_maxima, best_match, match_selected
 from tokenprune.kernels.pairs import normalize
 from tokenprune.kernels.take import rank_in_group, take_in_turn
 from tokenprune.selection.apply import _check_assign
@@ -178,7 +178,7 @@ def test_best_match(with_nan: bool, groups: int) -> None:
 def test_first_max() -> None:
     """The first value within `TIE` of the maximum counts, also if a later value is larger."""
     x = torch.randn(ROWS, TOKENS, 50, generator=make_generator(0)).round(decimals=0)
-    check_same(_first_max, x + TIE / 2 * torch.rand(x.shape, generator=make_generator(1)))
+    check_same(_find_row_maxima, x + TIE / 2 * torch.rand(x.shape, generator=make_generator(1)))
 
 
 def test_assignments() -> None:

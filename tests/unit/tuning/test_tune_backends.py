@@ -100,7 +100,7 @@ def test_a_server_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             refused.exit_code == 2
             and "The config of one is not available, so savings cannot be computed" in refused.stderr
         )
-        monkeypatch.setattr("tokenprune_bench.vllm_server._config", lambda model: CONFIG)
+        monkeypatch.setattr("tokenprune_bench.vllm_server._load_config", lambda model: CONFIG)
         result = run_command(*options)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("uniform, keep 0.25: less than 40 points lost, with a confidence of 95 %.")

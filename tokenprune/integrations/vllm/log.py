@@ -40,7 +40,7 @@ def log_event(event: str, **fields: Any) -> None:
     line = {"time": now, "event": event} | fields
     extra = {"tokenprune": line}
     record = logger.makeRecord(NAME, logging.INFO, __file__, 0, json.dumps(line), (), None, "tell", extra)
-    (logger if logger.hasHandlers() else _stderr()).handle(record)
+    (logger if logger.hasHandlers() else _build_stderr_handler()).handle(record)
 
 
 def clean_id(request_id: Any) -> str | None:
@@ -60,7 +60,7 @@ def get_request_id(engine_id: str) -> str:
 
 
 @cache
-def _stderr() -> logging.Handler:
+def _build_stderr_handler() -> logging.Handler:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     return handler

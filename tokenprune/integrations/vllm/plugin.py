@@ -30,26 +30,26 @@ def register() -> None:
         return
     from tokenprune.integrations.vllm.frontend.request import use_gateway
 
-    use_gateway(_gateway_policy)
+    use_gateway(_import_gateway_policy)
     problems = compat.missing_hooks("weights", "setting")
-    compat.call_after(ModelConfig, "__post_init__", functools.partial(_after_config, problems))
+    compat.call_after(ModelConfig, "__post_init__", functools.partial(_configure_model, problems))
     if not compat.missing_hooks("weights"):
         _register_models(prunes=not problems)
     if problems:
-        # A server without a setting runs as before; one with a setting is refused, see _after_config.
+        # A server without a setting runs as before; one with a setting is refused, see _configure_model.
         logger.debug("tokenprune does not fit this vLLM: %s", "; ".join(problems))
         return
     from vllm.config.multimodal import MultiModalConfig
     from vllm.multimodal.registry import MultiModalRegistry
     from vllm.sampling_params import SamplingParams
 
-    compat.call_after(VllmConfig, "__post_init__", _after_engine_config)
-    compat.call_after(SamplingParams, "verify", _after_verify)
+    compat.call_after(VllmConfig, "__post_init__", _configure_engine)
+    compat.call_after(SamplingParams, "verify", _check_sampling_params)
     compat.call_after(MultiModalConfig, "is_multimodal_pruning_enabled", _returns_positions)
     compat.call_after(MultiModalRegistry, "create_processor", _add_mixin)
 
 
-def _gateway_policy() -> Any:
+def _import_gateway_policy() -> Any:
     from tokenprune.integrations.vllm.gateway.policy import ServePolicy
 
     return ServePolicy
@@ -65,7 +65,7 @@ def _register_models(prunes: bool) -> None:
             ModelRegistry.models[architecture] = _wrap_model(architecture, original, prunes)
 
 
-def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
+def _configure_model(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
     from tokenprune.integrations.vllm.frontend.worker_metrics import create_worker_folder
     from tokenprune.integrations.vllm.settings.configure import configure
     from tokenprune.integrations.vllm.settings.keys import KEY
@@ -139,7 +139,7 @@ def _decode_small() -> None:
     install_connector()
 
 
-def _after_engine_config(result: Any, vllm_config: Any) -> Any:
+def _configure_engine(result: Any, vllm_config: Any) -> Any:
     from tokenprune.integrations.vllm.settings.configuration import (
         check_engine,
         family_of,
@@ -161,7 +161,7 @@ def _after_engine_config(result: Any, vllm_config: Any) -> Any:
     return result
 
 
-def _after_verify(result: Any, params: Any, model_config: Any, *_: Any, **__: Any) -> Any:
+def _check_sampling_params(result: Any, params: Any, model_config: Any, *_: Any, **__: Any) -> Any:
     from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 
     if get_server_setting(model_config) is not None:

@@ -71,14 +71,15 @@ class CLSE(SharedBudgetCuts):
             if grid is None or count == 1:
                 continue
             before, after = (
-                self._high_frequencies(hidden[index, :count], grid) for hidden in (tokens.embeddings, tokens.hidden)
+                self._compute_high_frequencies(hidden[index, :count], grid)
+                for hidden in (tokens.embeddings, tokens.hidden)
             )
             change = ((after - before).abs() / (before.mean() + before + _EPSILON)).clamp(max=1)
             standardized = (change - change.mean()) / (change.std() + _EPSILON)
             weight[index, :count] = (standardized / self.temperature).sigmoid()
         return weight
 
-    def _high_frequencies(self, features: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
+    def _compute_high_frequencies(self, features: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
         """Return the mean magnitude over the channels behind the high-pass filter, shape (N,), float32."""
         frames, height, width = grid
         spectrum = torch.fft.fft2(features.float().view(frames, height, width, -1), dim=(1, 2))

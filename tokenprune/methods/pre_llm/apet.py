@@ -94,9 +94,9 @@ class ApET(Pruner):
         joins = mask & ~keep & x.any(2)
         itself = torch.arange(keep.shape[1], device=keep.device)
         assign = torch.where(keep, itself, torch.where(joins, match_selected(x, worst, max_tokens), -1))
-        return self._with_basis(keep, assign, basis, is_basis, keep & ~worst, tokens.keep)
+        return self._swap_in_basis(keep, assign, basis, is_basis, keep & ~worst, tokens.keep)
 
-    def _with_basis(
+    def _swap_in_basis(
         self,
         keep: torch.Tensor,
         assign: torch.Tensor,

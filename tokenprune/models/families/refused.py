@@ -67,10 +67,10 @@ _REASONS_IN_VLLM = {
 }
 
 
-def _by_name(reasons: dict[str, str]) -> dict[str, str]:
+def _index_by_name(reasons: dict[str, str]) -> dict[str, str]:
     return {name: reason for reason, names in reasons.items() for name in names.split()}
 
 
-REFUSED = _by_name(_REASONS)
-PIXELS_ONLY = frozenset(_by_name(_REASONS_OF_CUTS))
-REFUSED_IN_VLLM = _by_name(_REASONS_IN_VLLM)
+REFUSED = _index_by_name(_REASONS)
+PIXELS_ONLY = frozenset(_index_by_name(_REASONS_OF_CUTS))
+REFUSED_IN_VLLM = _index_by_name(_REASONS_IN_VLLM)

@@ -14,24 +14,24 @@ from typing import Any
 from tokenprune.models.families.row import LAYER_TOKENS, Family, Vllm
 
 
-def _shuffled(config: Any) -> int:
+def _compute_shuffle_side(config: Any) -> int:
     return round(1 / config.downsample_ratio)
 
 
-def _downsampled(config: Any) -> int:
+def _get_downsample_factor(config: Any) -> int:
     return config.downsample_factor
 
 
-def _scaled(config: Any) -> int:
+def _get_scale_factor(config: Any) -> int:
     return config.scale_factor
 
 
-def _pooled(config: Any) -> int:
+def _compute_pool_side(config: Any) -> int:
     vision = config.vision_config
     return vision.image_size // vision.patch_size // math.isqrt(config.mm_tokens_per_image)
 
 
-def _kernel(config: Any) -> int:
+def _get_kernel_side(config: Any) -> int:
     return config.vision_config.merge_kernel_size[0]
 
 
@@ -54,7 +54,7 @@ _idefics = partial(
     note="tiles of an image share its budget; with `inputs_embeds`, each tile counts as an image",
     square="runs",
     features_per_image=False,
-    unit_side=_scaled,
+    unit_side=_get_scale_factor,
     decoder_names=("text_model",),
 )
 _packs = partial(Family, tower_rows="all images", videos="frames")  # towers like that in Qwen-VL
@@ -117,7 +117,7 @@ _EVERY_METHOD = (
     _tiles(
         "internvl",
         square="tile",
-        unit_side=_shuffled,
+        unit_side=_compute_shuffle_side,
         vllm=Vllm(
             "InternVLForConditionalGeneration",
             "InternVL in Hugging Face's format",
@@ -132,7 +132,7 @@ _EVERY_METHOD = (
         "gemma3",
         _BOTH_WAYS,
         square="always",
-        unit_side=_pooled,
+        unit_side=_compute_pool_side,
         vllm=Vllm("Gemma3ForConditionalGeneration", "Gemma 3", "an image or crop", per_run=True, nested=True),
     ),
 )
@@ -140,8 +140,8 @@ _EVERY_METHOD = (
 # Families of the common contract.
 _PLAIN = (
     Family("aria", "resampler queries without a grid", vllm=Vllm("AriaForConditionalGeneration", "Aria")),
-    Family("aya_vision", unit_side=_downsampled, merges=True),
-    Family("cohere2_vision", unit_side=_downsampled, merges=True),
+    Family("aya_vision", unit_side=_get_downsample_factor, merges=True),
+    Family("cohere2_vision", unit_side=_get_downsample_factor, merges=True),
     Family("deepseek_ocr2", "crops, full image and separator form one run; queries without a grid", since="5.10"),
     Family("deepseek_vl", square="always"),
     Family("deepseek_vl_hybrid", square="always"),
@@ -201,7 +201,7 @@ _PLAIN = (
     _retrieves("colqwen2", patches="runs", merges=True, tower_rows="all images"),
     Family("perception_lm", videos="frames"),
     Family("pp_chart2table", since="5.4", square="tile"),
-    Family("qianfan_ocr", since="5.6", square="tile", unit_side=_shuffled, merges=True),
+    Family("qianfan_ocr", since="5.6", square="tile", unit_side=_compute_shuffle_side, merges=True),
     _packs(
         "qwen2_5_omni_thinker",
         "audio tokens are kept; patch the `thinker` of the full model",
@@ -253,7 +253,7 @@ _SPECIAL = (
     _stateful(
         "lfm2_vl",
         since="5.13",
-        unit_side=_downsampled,
+        unit_side=_get_downsample_factor,
         tower_rows="one image",
         norm_name="embedding_norm",
         vllm=Vllm("Lfm2VlForConditionalGeneration", "LFM2-VL", "a tile, and the whole view", per_run=True, nested=True),
@@ -306,7 +306,7 @@ _OF_VLLM = (
         since=None,
         square="tile",
         patches="tiles",
-        unit_side=_shuffled,
+        unit_side=_compute_shuffle_side,
         merges=True,
         vllm=Vllm(
             "InternVLChatModel", "InternVL in the original format", f"{_WITH_TILES}; a frame of a video", per_run=True
@@ -316,7 +316,7 @@ _OF_VLLM = (
         "kimi_vl",
         since=None,
         patches="sized",
-        unit_side=_kernel,
+        unit_side=_get_kernel_side,
         vllm=Vllm("KimiVLForConditionalGeneration", "Kimi-VL"),
     ),
 )

@@ -69,7 +69,11 @@ class Tiling:
         is_map = (count > 0) & (count % width == 0) & (width <= across * get_nth(first, patches.width))
         thumbnail = (tile == 0) & is_map
         is_map = is_map & thumbnail.any(1, keepdim=True)
-        block = _block(patches.row, patches.height, down) * across + _block(patches.column, patches.width, across) + 1
+        block = (
+            _find_block(patches.row, patches.height, down) * across
+            + _find_block(patches.column, patches.width, across)
+            + 1
+        )
         index = (num_before - 1).clamp(min=0)
         return Tiling(
             torch.where(thumbnail, torch.minimum(block, tile.amax(1, keepdim=True)), 0),
@@ -80,7 +84,7 @@ class Tiling:
         )
 
 
-def _block(index: Tensor, size: Tensor, num_blocks: Tensor) -> Tensor:
+def _find_block(index: Tensor, size: Tensor, num_blocks: Tensor) -> Tensor:
     """Return the block of each index if an axis of `size` is divided into `num_blocks` blocks."""
     num_blocks = num_blocks.clamp(min=1)
     return torch.minimum(index // (size // num_blocks).clamp(min=1), num_blocks - 1)

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from qwen_vocabulary import PLURALS, THINGS
 from tokenprune_demo.backgrounds import BACKGROUNDS, load_photos
-from tokenprune_demo.scenes import COLORS, LARGE, POSITIONS, TINY, WORDS, Item, SceneQuestion, _sprite
+from tokenprune_demo.scenes import COLORS, LARGE, POSITIONS, TINY, WORDS, Item, SceneQuestion, _draw_shape_masks
 
 EMOJI = Path(os.environ.get("TOKENPRUNE_EMOJI", "runs/emoji.npz"))
 NAMES = list(THINGS)
@@ -43,8 +43,8 @@ def _drawing(name: str, size: int, flip: bool, turn: int) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _masks(sort: str, r: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the masks of a shape with and without outline, as bytes. `_sprite` blurs small shapes by 4 x 4 boxes."""
-    return tuple(np.asarray(mask) for mask in _sprite(sort, r, 1.5 if r > 10 else 0.75))
+    """Return the masks of a shape with and without outline, as bytes. Small shapes are blurred by 4 x 4 boxes."""
+    return tuple(np.asarray(mask) for mask in _draw_shape_masks(sort, r, 1.5 if r > 10 else 0.75))
 
 
 @lru_cache(maxsize=4096)

@@ -280,7 +280,7 @@ def select_units(
     side = info.get_hf_config().vision_config.spatial_merge_size
     frames, height, width = item[f"{modality}_grid_thw"].data.tolist()
     grid = (frames, height // side, width // side)
-    colours = _colours(pixels.data, modality, info, kwargs)
+    colours = _compute_colours(pixels.data, modality, info, kwargs)
     with torch.no_grad():
         kept = method.keep_units(colours.reshape(*grid, -1), _count_kept(setting, count)).flatten()
     if len(kept) != count:
@@ -292,7 +292,7 @@ def _count_kept(setting: Setting, count: int) -> int:
     return max(1, setting.budget.resolve_keep(count))
 
 
-def _colours(pixels: Tensor, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object]) -> Tensor:
+def _compute_colours(pixels: Tensor, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object]) -> Tensor:
     """Return the colours of the patches from 0 to 1, float32 (patches, values per patch).
 
     vLLM normalizes pixels on the device if the model supports it, and in the model's processor otherwise.

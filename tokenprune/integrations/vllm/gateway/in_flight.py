@@ -135,17 +135,17 @@ class RequestLoad:
 
     def step(self) -> int:
         """Return the overload step of a new request that selects no profile, without storing it."""
-        policy = self._policy(get_server_config(self.shown).overload)
+        policy = self._refresh_policy(get_server_config(self.shown).overload)
         return 0 if policy is None else policy.get_step(self.in_flight, time.monotonic())
 
     def profile(self, server: ServerConfig) -> str:
         """Return the profile of a new request that selects none. Stores its overload step as the current step."""
-        if (policy := self._policy(server.overload)) is None:
+        if (policy := self._refresh_policy(server.overload)) is None:
             return DEFAULT
         step = policy.take(self.in_flight, time.monotonic())
         return policy.rule.profiles[step - 1] if step else DEFAULT
 
-    def _policy(self, rule: Overload | None) -> OverloadState | None:
+    def _refresh_policy(self, rule: Overload | None) -> OverloadState | None:
         """Return the state of a rule, or None without a rule. A changed rule starts anew."""
         if self.policy is None or self.policy.rule != rule:
             self.policy = None if rule is None else OverloadState(rule)

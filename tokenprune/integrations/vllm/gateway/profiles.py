@@ -59,9 +59,9 @@ def attach(server: ServerConfig) -> None:
     from vllm.renderers.online_renderer import OnlineRenderer
 
     on_start(watch)
-    wrap(OnlineRenderer, "preprocess_chat", _with_profiles)
+    wrap(OnlineRenderer, "preprocess_chat", _wrap_preprocess)
     for serving in (PoolingBaseServing, ServingTokens):
-        wrap(serving, "_check_model", _without_profiles)
+        wrap(serving, "_check_model", _wrap_model_check)
 
 
 def watch(engine: Any) -> None:
@@ -73,21 +73,21 @@ def watch(engine: Any) -> None:
     load.share_count()
 
 
-def _with_profiles(preprocess: Any) -> Any:
+def _wrap_preprocess(preprocess: Any) -> Any:
     """Wrap the function that processes a chat, to add the profile of its request."""
 
     async def preprocess_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if get_server_setting(self.model_config) is None:
             return await preprocess(self, request, *args, **kwargs)
         load = get_load(self.renderer)
-        renderer = _with_profile(self, request, load)
+        renderer = _apply_profile(self, request, load)
         with load.count_request():
             return await preprocess(renderer, request, *args, **kwargs)
 
     return preprocess_chat
 
 
-def _without_profiles(check: Any) -> Any:
+def _wrap_model_check(check: Any) -> Any:
     """Wrap the check of a request's model, for endpoints that do not support profiles."""
 
     async def check_model(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ def _get_allowed(server: ServerConfig) -> tuple[str, ...] | None:
     return None if server.callers is None else server.callers.may_use(answers.get_exchange().headers)
 
 
-def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
+def _apply_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
     """Write the profile of a request into its `mm_processor_kwargs`, and return a renderer that accepts them.
 
     It is `renderer` if the server trusts `mm_processor_kwargs` of requests, else a copy that trusts them, because they

@@ -60,7 +60,7 @@ def settings_of_items(setting: Setting, modality: str, count: int) -> tuple[Sett
     Methods that compare the frames of a video do not act on images.
     """
     if modality == "image" and compares_frames(setting.method):
-        return (_without_method(setting),) * count
+        return (_keep_pixel_method(setting),) * count
     tiers = setting.budget.ages
     if tiers is None:
         return (setting,) * count
@@ -77,10 +77,10 @@ def settings_of_items(setting: Setting, modality: str, count: int) -> tuple[Sett
 def settings_by_age(setting: Setting) -> list[tuple[int, Setting]]:
     """Return pairs of an age and the setting of images from this age on, newest first."""
     tiers = setting.budget.ages
-    return [(0, setting)] if tiers is None else [(age, _at_age(setting, age)) for age, _ in tiers.tiers]
+    return [(0, setting)] if tiers is None else [(age, _build_age_setting(setting, age)) for age, _ in tiers.tiers]
 
 
-def _at_age(setting: Setting, age: int) -> Setting:
+def _build_age_setting(setting: Setting, age: int) -> Setting:
     """Return the setting of an image of this age.
 
     A single bound becomes the keep if that means the same, so that the image shares caches with equal settings.
@@ -99,7 +99,7 @@ def _at_age(setting: Setting, age: int) -> Setting:
 
 
 @lru_cache(maxsize=256)
-def _without_method(setting: Setting) -> Setting:
+def _keep_pixel_method(setting: Setting) -> Setting:
     """Return the setting with only its method that resizes images, or `OFF`."""
     if setting.pixel_method is None:
         return OFF

@@ -63,14 +63,14 @@ def check_override(server: Setting, request: Setting) -> None:
 
     The layers of the language model are prepared for one method when the server starts.
     """
-    if (server.in_llm or request.in_llm) and not request.off and _reduction(request) != _reduction(server):
+    if (server.in_llm or request.in_llm) and not request.off and _get_reduction(request) != _get_reduction(server):
         raise OptionError(
             f"{IN_LLM} is set for the whole server when it starts. A request can only switch pruning off with "
             '{"off": true}.'
         )
 
 
-def _reduction(setting: Setting) -> tuple[Any, ...]:
+def _get_reduction(setting: Setting) -> tuple[Any, ...]:
     """Return the values of a setting that determine the kept tokens, to compare settings.
 
     Unlike JSON texts, the values do not distinguish 1 and 1.0.
@@ -123,7 +123,7 @@ def _check(setting: Setting) -> None:
     methods = setting.methods
     for keep in setting.keep if isinstance(setting.keep, list) else [setting.keep]:
         if isinstance(keep, dict) and set(keep) - {"age", "step"} not in ({"keep"}, {"tokens"}):
-            raise _not_a_number(keep)
+            raise _build_number_error(keep)
     for method, budget in zip(methods, setting.budgets, strict=True):
         _check_step(method, budget, bool(setting.in_llm))
     check_sites(methods)
@@ -166,7 +166,7 @@ def _write_out_options(method: Method, options: Mapping[str, Any]) -> dict[str, 
     return written | {name: value for name, value in options.items() if isinstance(value, File)}
 
 
-def _not_a_number(keep: Any) -> BudgetError:
+def _build_number_error(keep: Any) -> BudgetError:
     return BudgetError(
         f"{KEY}: keep must be a number (4 for four tokens, 0.25 for a share), optionally with age and step, not "
         f"{shorten(keep)}"
@@ -177,7 +177,7 @@ def _check_step(method: Method, budget: Budget, in_llm: bool) -> None:
     """Raise OptionError or BudgetError if vLLM cannot serve one method with its budget."""
     keep = budget.keep
     if keep is None:
-        raise _not_a_number(budget)
+        raise _build_number_error(budget)
     check_scope(method, budget)
     try:
         check_method(method, in_llm)

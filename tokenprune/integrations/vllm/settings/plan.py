@@ -119,7 +119,7 @@ class Plan:
         """Number of encoder output rows of each segment. A segment has its own budget."""
         if self.per_run:
             return self.runs
-        counts = split_into_frames(sum(self.runs), self.frames if _by_frame(self.setting) else 1)
+        counts = split_into_frames(sum(self.runs), self.frames if _has_frame_budgets(self.setting) else 1)
         assert counts is not None  # `make` refuses frames that do not split
         return counts
 
@@ -238,8 +238,8 @@ class Plan:
         """
         plan = Plan(setting, text, per_run)
         if compares_frames(setting.method):
-            return plan._for_frames(frames, num_trailing)
-        if (per_run and not acts_in_tower(setting.method)) or frames == 1 or not _by_frame(setting):
+            return plan._build_frame_plan(frames, num_trailing)
+        if (per_run and not acts_in_tower(setting.method)) or frames == 1 or not _has_frame_budgets(setting):
             return plan
         if len(plan.runs) == frames:  # separated by time stamps or names of tiles
             return dataclasses.replace(plan, per_run=True)
@@ -250,7 +250,7 @@ class Plan:
             )
         return dataclasses.replace(plan, per_run=False, frames=frames)
 
-    def _for_frames(self, frames: int, num_trailing: int) -> Plan:
+    def _build_frame_plan(self, frames: int, num_trailing: int) -> Plan:
         count, method = sum(self.runs), get_method(self.setting)
         if count_tokens_per_frame(count, frames, num_trailing) is None:
             raise OptionError(
@@ -261,17 +261,17 @@ class Plan:
         return dataclasses.replace(self, frames=frames)
 
 
-def _by_frame(setting: Setting) -> bool:
+def _has_frame_budgets(setting: Setting) -> bool:
     """Return True if every frame of a video has its own budget."""
     return not setting.keeps_all_tokens and (setting.per == "frame" or acts_in_tower(setting.method))
 
 
-def _size(plan: Plan) -> int:
+def _estimate_size(plan: Plan) -> int:
     """Return the approximate bytes of a decoded plan, including cached properties."""
     return 1024 + 256 * len(plan.text) + 10 * plan.length
 
 
-_decoded: LRUCache[Any, Plan] = LRUCache(64 * 2**20, _size)
+_decoded: LRUCache[Any, Plan] = LRUCache(64 * 2**20, _estimate_size)
 
 
 # Limited in bytes, because plans of long videos may be large. The lock is not held while a plan is decoded.

@@ -45,7 +45,7 @@ def configure_positions(positions: str | None, model_config: Any, family: Family
         return  # M-RoPE and methods inside the language model always keep original positions
     if positions != "original":
         return
-    if problems := list(_problems(model_config)):
+    if problems := list(_iter_problems(model_config)):
         raise UnsupportedSetupError(
             f'{KEY}: "positions": "original" does not support {model_config.architecture} here:\n- '
             + "\n- ".join(problems)
@@ -57,7 +57,7 @@ def configure_positions(positions: str | None, model_config: Any, family: Family
     setattr(model_config.multimodal_config, _MARK, True)
 
 
-def _problems(model_config: Any) -> Iterator[str]:
+def _iter_problems(model_config: Any) -> Iterator[str]:
     """Yield the reasons why original positions would not be exact, each with a remedy."""
     decoder = model_config.hf_text_config
     if decoder.model_type not in ROPE_DECODERS:

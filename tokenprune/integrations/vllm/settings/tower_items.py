@@ -63,7 +63,7 @@ def check_items(method: Method, settings: Mapping[str, Sequence[Setting]], items
             elif isinstance(modality_items, ImageProcessorItems):
                 size = modality_items.get_image_size(index)
                 tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)
-                newlines = _newlines(info, size.height, size.width, method)
+                newlines = _count_newlines(info, size.height, size.width, method)
             setting = settings[modality][index]
             keep = count_kept(setting, tokens)
             _check(
@@ -73,7 +73,7 @@ def check_items(method: Method, settings: Mapping[str, Sequence[Setting]], items
             )
 
 
-def _newlines(info: Any, height: int, width: int, method: Method) -> int:
+def _count_newlines(info: Any, height: int, width: int, method: Method) -> int:
     """Return the number of newline features of an image; raise OptionError if the features are interpolated."""
     from vllm.model_executor.models.llava_next import LlavaNextProcessingInfo, get_anyres_image_grid_shape
 

@@ -37,10 +37,10 @@ class ForwardHost(Host):
     def add_hooks(
         self, part: Attachable, module: nn.Module, before: Callable | None, after: Callable | None, last: bool
     ) -> None:
-        part.wrap(module, "forward", partial(partial, _around, module, before, after))
+        part.wrap(module, "forward", partial(partial, _run_with_hooks, module, before, after))
 
 
-def _around(
+def _run_with_hooks(
     module: nn.Module, before: Callable | None, after: Callable | None, forward: Any, *args: Any, **kwargs: Any
 ) -> Any:
     changed = None if before is None else before(module, args, kwargs)
