@@ -188,9 +188,9 @@ class VllmBackend:
                 "vLLM counted visual tokens of other requests. Use a server without other clients. Finished results "
                 "are kept."
             )
-        return [reply.text.strip() for reply in replies], self._cost(replies, entered, left).sums()
+        return [reply.text.strip() for reply in replies], self._compute_cost(replies, entered, left).sums()
 
-    def _cost(self, replies: list[Reply], entered: int, left: int) -> Stats:
+    def _compute_cost(self, replies: list[Reply], entered: int, left: int) -> Stats:
         cost = Stats(entered, left, [left], overhead_ms=None)
         if shape := self._shape:
             lengths = [reply.prompt_tokens for reply in replies]

@@ -153,7 +153,7 @@ class ActStage:
         ends = [font.getbbox(word) for word in WORDS]
         left, top = min(end[0] for end in ends), min(end[1] for end in ends)
         width, height = max(end[2] for end in ends) - left + 8, max(end[3] for end in ends) - top + 8
-        corner = self._room(width, height)
+        corner = self._find_corner(width, height)
         if corner is None:
             return
         x, y = corner
@@ -213,13 +213,13 @@ class ActStage:
         for _ in range(count):
             radius = int(self.rng.integers(6, 9)) if tiny else self._choose_radius()
             side = 2 * radius + 4
-            if (corner := self._room(side, side)) is not None:
+            if (corner := self._find_corner(side, side)) is not None:
                 spots.append((radius, *corner))
                 x, y = corner
                 self.taken = np.vstack([self.taken, (x, y, x + side, y + side)])
         return spots
 
-    def _room(self, width: int, height: int) -> tuple[int, int] | None:
+    def _find_corner(self, width: int, height: int) -> tuple[int, int] | None:
         xs = self.rng.integers(2, self.width - width - 1, 80)
         ys = self.rng.integers(2, self.height - height - 1, 80)
         boxes, gap = self.taken[None], 2

@@ -33,7 +33,7 @@ def _print_version(is_requested: bool) -> None:
 
 
 @app.callback()
-def _options(
+def _define_options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,

@@ -64,20 +64,21 @@ def capacity(
     from tokenprune.integrations.vllm.capacity import Assumptions, Server, build_load
 
     keeps = read_keeps(keep)
-    target = None if ttft is None else _seconds("--ttft", ttft)
+    target = None if ttft is None else _parse_seconds("--ttft", ttft)
     check_output(json_file)
     assumed = Assumptions(
         compute, tower, read, memory, at_once, block=block,
-        host=_seconds("--host", host), each=_seconds("--each", each), launch=_seconds("--launch", launch),
+        host=_parse_seconds("--host", host), each=_parse_seconds("--each", each),
+        launch=_parse_seconds("--launch", launch),
     )  # fmt: skip
     gpu_spec = find_gpu(gpu)
     config = load_config(model)
     server = Server.from_config(config, gpu_spec, gpus, dtype, assumed)
     load = build_load(config, images, tokens=tokens, tiles=tiles, text=text)
     if measured is not None:
-        server = server.fit(load, images, answer, _rates(measured))
+        server = server.fit(load, images, answer, _parse_rates(measured))
     sides = [server.capacity(load, keep, images, answer) for keep in dict.fromkeys((1.0, *keeps))]
-    table = _table(model or "demo_vlm", server, load, sides, images, answer, target)
+    table = _build_table(model or "demo_vlm", server, load, sides, images, answer, target)
     print_table(table)
     if json_file is not None:
         record = {
@@ -91,7 +92,7 @@ def capacity(
         write_file(json_file, json.dumps(record, indent=1) + "\n")
 
 
-def _seconds(option: str, text: str) -> float:
+def _parse_seconds(option: str, text: str) -> float:
     """Return a time in seconds. Raise OptionError if it is invalid."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", text)
     if match is None:
@@ -99,7 +100,7 @@ def _seconds(option: str, text: str) -> float:
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
-def _rates(text: str) -> dict[float | int, float]:
+def _parse_rates(text: str) -> dict[float | int, float]:
     """Return requests per second by keep. Raise OptionError if they are invalid."""
     rates: dict[float | int, float] = {}
     for part in text.split(","):
@@ -114,7 +115,7 @@ def _holds(side: Capacity, target: float | None) -> bool | None:
     return None if target is None else side.first_token <= target
 
 
-def _table(
+def _build_table(
     model: str, server: Server, load: Load, sides: list[Capacity], images: int, answer: int, target: float | None
 ) -> Table:
     from tokenprune.cli.table import Cell, Table
@@ -136,10 +137,10 @@ def _table(
         cells.append([Cell(f"within {target * 1e3:g} ms"), *answers])
     columns = ["unpatched", *(f"keep {side.keep:.3g}" for side in sides[1:])]
     title = f"{model} on {server.gpus} x {server.gpu.name}; {images} image{'s'[: images > 1]} per request"
-    return Table(title, ("", *columns), cells, _notes(server, load, answer))
+    return Table(title, ("", *columns), cells, _format_notes(server, load, answer))
 
 
-def _notes(server: Server, load: Load, answer: int) -> tuple[str, ...]:
+def _format_notes(server: Server, load: Load, answer: int) -> tuple[str, ...]:
     gpu, assumed = server.gpu, server.assumed
     peak = f"{gpu.flops(server.dtype) / 1e12:g} TFLOP/s"
     return (

@@ -62,7 +62,7 @@ def say(text: str, style: str = "", error: bool = False) -> None:
 
 
 @cache
-def _entries() -> dict[str, EntryPoint]:
+def _find_entry_points() -> dict[str, EntryPoint]:
     """Return the commands of installed packages by name."""
     return {entry.name: entry for entry in entry_points(group="tokenprune.commands")}
 
@@ -120,15 +120,15 @@ class Commands(ErrorGroup):
     """Commands of this package and of installed packages, in the sections of `SECTIONS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        names = {*super().list_commands(ctx), *_entries()}
+        names = {*super().list_commands(ctx), *_find_entry_points()}
         ordered = [name for section in SECTIONS.values() for name in section if name in names]
         return [*ordered, *sorted(names - {*ordered})]
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """Return a command of this package, or import a command of an installed package."""
         command: Any = self.commands.get(name)
-        if command is None and name in _entries():
-            command = _import_command(_entries()[name])
+        if command is None and name in _find_entry_points():
+            command = _import_command(_find_entry_points()[name])
         if command is not None:
             command.rich_help_panel = next((title for title, names in SECTIONS.items() if name in names), "Other")
         elif name in BENCH_COMMANDS:

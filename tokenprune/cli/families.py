@@ -79,16 +79,16 @@ def _list_answers(text: str) -> Iterator[_TableData]:
     methods = Setting.from_text(text).methods
     columns = (f"{text} supported?", "families")
     refused = "no, like all methods (see `tokenprune families`)", ", ".join(sorted(REFUSED))
-    yield "transformers", columns, [*_by_answer(methods, SUPPORTED, Backend.HF), refused]
+    yield "transformers", columns, [*_group_by_answer(methods, SUPPORTED, Backend.HF), refused]
     refused = "no, like all methods (see docs/serving/reference.md)", ", ".join(sorted(REFUSED_IN_VLLM))
     served = [row.name for row in SERVED.values()]
-    yield "vLLM", columns, [*_by_answer(methods, served, Backend.VLLM), refused]
+    yield "vLLM", columns, [*_group_by_answer(methods, served, Backend.VLLM), refused]
     if all(method.site is Site.IN_LLM for method in methods):
         title = f'vLLM with "{IN_LLM}": true'
-        yield title, columns, [*_by_answer(methods, served, Backend.VLLM_IN_LLM), refused]
+        yield title, columns, [*_group_by_answer(methods, served, Backend.VLLM_IN_LLM), refused]
 
 
-def _by_answer(methods: Iterable[Method], names: Iterable[str], backend: Backend) -> list[tuple[str, ...]]:
+def _group_by_answer(methods: Iterable[Method], names: Iterable[str], backend: Backend) -> list[tuple[str, ...]]:
     by_answer: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         by_answer[_answer(methods, name, backend)].append(name)

@@ -86,7 +86,7 @@ def methods(
         console.print("No method matches.")
         return
     is_wide = console.width >= WIDE
-    for part in _table(infos) if is_wide else _by_site(infos):
+    for part in _build_wide_table(infos) if is_wide else _build_site_tables(infos):
         console.print(part)
     for note in (_COST, _MORE) if is_wide else (_MORE,):
         console.print(Text(note, style="dim"))
@@ -108,12 +108,12 @@ def _read_inputs(text: str) -> frozenset[str]:
     return inputs
 
 
-def _clause(info: MethodInfo) -> str:
+def _extract_clause(info: MethodInfo) -> str:
     """Return the first clause of a method's summary."""
     return re.split(r"[:;,(]|\.(?:\s|$)", info.summary, maxsplit=1)[0].strip()
 
 
-def _by_site(infos: Sequence[MethodInfo]) -> list[RenderableType]:
+def _build_site_tables(infos: Sequence[MethodInfo]) -> list[RenderableType]:
     """Return one table per site, for a narrow terminal."""
     from rich.table import Table
     from rich.text import Text
@@ -125,28 +125,36 @@ def _by_site(infos: Sequence[MethodInfo]) -> list[RenderableType]:
         parts.append(Text(f"{site}: {infos_of_site[0].site.description}", style="bold"))
         table = Table.grid(padding=(0, 1), pad_edge=False)
         table.add_column(min_width=width + 1, no_wrap=True)
-        table.add_column(min_width=_longest_word(map(_clause, infos_of_site)))
+        table.add_column(min_width=_compute_longest_word(map(_extract_clause, infos_of_site)))
         for info in infos_of_site:
-            table.add_row(Text(f" {info.name}"), Text(_clause(info)))
+            table.add_row(Text(f" {info.name}"), Text(_extract_clause(info)))
         parts.append(table)
     return parts
 
 
-def _table(infos: Sequence[MethodInfo]) -> list[RenderableType]:
+def _build_wide_table(infos: Sequence[MethodInfo]) -> list[RenderableType]:
     """Return one table with all flags, for a wide terminal or a pipe."""
     from rich.table import Table
     from rich.text import Text
 
-    cost = _costs()
+    cost = _make_cost_formatter()
     names = ("method", "site", "keep", "FLOPs left", "query-aware", "prefix-cache-safe", "merges", "what it does")
     rows = [
-        (info.name, str(info.site), _keep(info), cost(info), *map(_yes, _flags(info)), _clause(info)) for info in infos
+        (
+            info.name,
+            str(info.site),
+            _keep(info),
+            cost(info),
+            *map(_format_flag, _get_flags(info)),
+            _extract_clause(info),
+        )
+        for info in infos
     ]
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for index, name in enumerate(names):
         cells = [name, *(row[index] for row in rows)]
         justify: Literal["left", "right"] = "right" if name in ("keep", "FLOPs left") else "left"
-        table.add_column(name, no_wrap=index < 3, justify=justify, min_width=_longest_word(cells))
+        table.add_column(name, no_wrap=index < 3, justify=justify, min_width=_compute_longest_word(cells))
     for row in rows:
         table.add_row(*map(Text, row))
     return [table]
@@ -161,16 +169,16 @@ def _describe(info: MethodInfo) -> list[RenderableType]:
     from tokenprune.selection.docstrings import Docstring
     from tokenprune.selection.options import describe_type, get_option_types
 
-    query, safe, merges = map(_yes, _flags(info))
+    query, safe, merges = map(_format_flag, _get_flags(info))
     facts = {
         "acts": f"{info.site} ({info.site.description})",
         "paper": info.source,
         "default keep": _keep(info),
-        "FLOPs left": _costs()(info),
+        "FLOPs left": _make_cost_formatter()(info),
         "query-aware": query,
         "prefix-cache-safe": safe,
         "merges": merges,
-        "in a CUDA graph": _yes(info.capturable),
+        "in a CUDA graph": _format_flag(info.capturable),
         "for": "videos only" if info.for_videos else "images and videos",
         "needs": ", ".join(sorted(info.needs)),
         "reads": ", ".join(sorted(info.observables)) or "no observables",
@@ -200,15 +208,15 @@ def _describe(info: MethodInfo) -> list[RenderableType]:
     return parts
 
 
-def _longest_word(texts: Iterable[str]) -> int:
+def _compute_longest_word(texts: Iterable[str]) -> int:
     return max(len(word) for text in texts for word in text.split() or [""])
 
 
-def _flags(info: MethodInfo) -> tuple[bool, bool, bool]:
+def _get_flags(info: MethodInfo) -> tuple[bool, bool, bool]:
     return info.query_aware, info.prefix_cache_safe, info.merges
 
 
-def _yes(value: bool) -> str:
+def _format_flag(value: bool) -> str:
     return "yes" if value else "no"
 
 
@@ -217,7 +225,7 @@ def _keep(info: MethodInfo) -> str:
     return "all" if info.default_keep > 1e5 else f"{info.default_keep:.2g}"
 
 
-def _costs() -> Callable[[MethodInfo], str]:
+def _make_cost_formatter() -> Callable[[MethodInfo], str]:
     """Return a function from a method to its share of the prefill FLOPs at the default keep, or "" if it is unknown."""
     from tokenprune.errors import TokenPruneError
     from tokenprune.selection.sites.pixels import ImageChooser

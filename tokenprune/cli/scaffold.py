@@ -137,7 +137,7 @@ def _build_files(name: str, package: str, site: Site | None) -> dict[str, str]:
     }
     values = {
         "name": name,
-        "cls": _class_name(name, "\n".join(texts.values())),
+        "cls": _format_class_name(name, "\n".join(texts.values())),
         "module": f"tokenprune_{name}",
         "distribution": package,
     } | (_POLICY_VALUES if site is None else _build_method_values(site))
@@ -164,7 +164,7 @@ def _build_method_values(site: Site) -> dict[str, str]:
     }
 
 
-def _class_name(name: str, texts: str) -> str:
+def _format_class_name(name: str, texts: str) -> str:
     """Return the class name: MyMethod for my_method. A name that the templates or Python use gets the suffix Method."""
     class_name = "".join(part.capitalize() for part in name.split("_"))
     is_taken = keyword.iskeyword(class_name) or re.search(rf"\b{class_name}\b", texts)

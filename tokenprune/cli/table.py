@@ -48,7 +48,7 @@ def split_table(table: Table, width: int) -> list[Table]:
 
     Each part repeats the leading columns. The last part has the notes.
     """
-    min_widths, keys = _min_widths(table), 2 if table.grouped else 1
+    min_widths, keys = _compute_min_widths(table), 2 if table.grouped else 1
     groups: list[list[int]] = [[]]
     for column in range(keys, len(table.columns)):
         if groups[-1] and sum(min_widths[index] + _LINES for index in (*range(keys), *groups[-1], column)) >= width:
@@ -72,7 +72,7 @@ def split_table(table: Table, width: int) -> list[Table]:
     return parts
 
 
-def _min_widths(table: Table) -> list[int]:
+def _compute_min_widths(table: Table) -> list[int]:
     """Return the minimum width of each column. Short texts are not wrapped, long texts are wrapped between words."""
     min_widths = []
     for column, name in enumerate(table.columns):
@@ -82,9 +82,9 @@ def _min_widths(table: Table) -> list[int]:
     return min_widths
 
 
-def _widths(table: Table, width: int) -> list[int]:
+def _compute_widths(table: Table, width: int) -> list[int]:
     """Return the width of each column for a terminal of `width` characters."""
-    min_widths, rows = _min_widths(table), ([cell.text for cell in row] for row in table.rows)
+    min_widths, rows = _compute_min_widths(table), ([cell.text for cell in row] for row in table.rows)
     longest = [max(map(len, texts)) for texts in zip(table.columns, *rows, strict=True)]
     for _ in range(width - 1 - sum(min_widths) - _LINES * len(min_widths)):
         widest = max(range(len(min_widths)), key=lambda column: longest[column] - min_widths[column])
@@ -95,7 +95,7 @@ def _widths(table: Table, width: int) -> list[int]:
 def to_rich(table: Table, width: int | None = None) -> RichTable:
     """Return a rich table without the notes, for a terminal of `width` characters. None: no limit."""
     rich_table = RichTable(title=table.title, title_justify="left", header_style="bold")
-    widths = [None] * len(table.columns) if width is None else _widths(table, width)
+    widths = [None] * len(table.columns) if width is None else _compute_widths(table, width)
     for index, (name, column_width) in enumerate(zip(table.columns, widths, strict=True)):
         left = index == 0 or (table.last_left and index == len(table.columns) - 1)
         no_wrap = column_width is None and index < min(2, len(table.columns) - 1)

@@ -178,7 +178,7 @@ def reduce(
         part = _slice(selection, index, len(image))
         result = ReducedImage(image, part.keep[0].nonzero()[:, 0], _list_sources(part), len(image), part, source.notes)
         result = dataclasses.replace(result, features=result.apply(image))
-        reduced.append(result if isinstance(_first(features), Tensor) else result.to_arrays())
+        reduced.append(result if isinstance(_get_first(features), Tensor) else result.to_arrays())
     return reduced[0] if is_single else reduced
 
 
@@ -203,7 +203,7 @@ def read_method(method: Any, options: dict[str, Any], arguments: Sequence[str]) 
     return methods[0]
 
 
-def _first(features: Any) -> Any:
+def _get_first(features: Any) -> Any:
     return features[0] if isinstance(features, (list, tuple)) else features
 
 

@@ -18,7 +18,7 @@ leaderboard = typer.Typer(
 
 
 @leaderboard.callback()
-def _commands() -> None:
+def _define_group() -> None:
     pass  # with a callback, one command alone keeps its name
 
 

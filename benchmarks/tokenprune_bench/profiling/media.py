@@ -192,7 +192,7 @@ def read_frames(
             with _reading(str(files[0]), "image or video"):
                 return _read_frames(files[0], max_frames)
         chosen = [files[index] for index in _compute_even_indices(len(files), max_frames)]
-        return [_open_photo(file, find_largest) or _first(file) for file in chosen]
+        return [_open_photo(file, find_largest) or _read_first_frame(file) for file in chosen]
     except RowError as error:
         raise TokenPruneError(str(error)) from error
 
@@ -200,7 +200,7 @@ def read_frames(
 def _read_frames(data: Path | bytes, max_frames: int) -> list[Image.Image]:
     if isinstance(data, Path) and data.is_dir():
         files = _list_images(data)
-        return [_first(files[index]) for index in _compute_even_indices(len(files), max_frames)]
+        return [_read_first_frame(files[index]) for index in _compute_even_indices(len(files), max_frames)]
     try:
         with Image.open(_prepare_media(data)) as image:
             # Pillow detects an MPEG stream but cannot decode it.
@@ -243,7 +243,7 @@ def _get_number_key(file: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if index % 2 else (-1, part) for index, part in enumerate(parts)]
 
 
-def _first(file: Path) -> Image.Image:
+def _read_first_frame(file: Path) -> Image.Image:
     return read_image(Source(file.name, 0, lambda: file))
 
 

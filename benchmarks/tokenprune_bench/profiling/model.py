@@ -97,11 +97,11 @@ class Model:
         """
         rows = [row if isinstance(row, (list, tuple)) else [row] for row in images]
         said = labels or [()] * len(rows)
-        return self._process([_shown(row, texts) for row, texts in zip(rows, said, strict=True)], questions)
+        return self._process([_build_image_parts(row, texts) for row, texts in zip(rows, said, strict=True)], questions)
 
     def prompt(self, images: Sequence[Any], question: str, labels: Sequence[str] = ()) -> str:
         """Return the text of a prompt with image placeholders, as the processor takes it."""
-        content = [*_shown(images, labels), {"type": "text", "text": question + self.suffix}]
+        content = [*_build_image_parts(images, labels), {"type": "text", "text": question + self.suffix}]
         chat = [{"role": "user", "content": content}]
         return self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
 
@@ -202,7 +202,7 @@ def demo_model(name: str = "demo_vlm", *, device: str | None = None) -> tuple[An
     return subject.model, subject.processor
 
 
-def _shown(images: Sequence[Any], labels: Sequence[str]) -> list[dict[str, Any]]:
+def _build_image_parts(images: Sequence[Any], labels: Sequence[str]) -> list[dict[str, Any]]:
     """Return images as chat parts, each after its label if there are labels."""
     parts = [{"type": "image", "image": image} for image in images]
     if not labels:

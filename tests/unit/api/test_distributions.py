@@ -172,7 +172,7 @@ def test_the_benchmark_without_the_demo_imports_and_asks_for_questions_before_it
 
 def test_a_broken_command_does_not_affect_other_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("broken", "nowhere_at_all:command", "tokenprune.commands")
-    monkeypatch.setattr(common, "_entries", lambda: {"broken": entry})
+    monkeypatch.setattr(common, "_find_entry_points", lambda: {"broken": entry})
     call = CliRunner().invoke
     assert call(app, ["--help"]).exit_code == 0 and call(app, ["families", "--help"]).exit_code == 0
     done = call(app, ["broken", "--any", "option"])

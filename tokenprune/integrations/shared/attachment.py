@@ -34,7 +34,7 @@ class Attachment(Attachable):
     def _attach(self) -> None:
         for part in self.parts:
             self.attach_part(part)
-        self.wrap(self.engine.model, "extra_repr", self._with_lines)
+        self.wrap(self.engine.model, "extra_repr", self._make_extra_repr)
         setattr(self.engine.owner, _ATTRIBUTE, self)
         self.on_detach(partial(delattr, self.engine.owner, _ATTRIBUTE))
 
@@ -43,7 +43,7 @@ class Attachment(Attachable):
         self.attach_part(part)
         self.parts.append(part)
 
-    def _with_lines(self, extra_repr: Callable[[], str]) -> Callable[[], str]:
+    def _make_extra_repr(self, extra_repr: Callable[[], str]) -> Callable[[], str]:
         return partial(_append_lines, extra_repr, self.format_lines())
 
     def format_lines(self) -> list[str]:

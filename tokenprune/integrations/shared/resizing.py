@@ -191,7 +191,7 @@ class Resizer:
         for image in images:
             tokens = self.rule.count(read, *image.size, image.num_prompt_images)
             if tokens > self.max_tokens:
-                raise _too_small(self.max_tokens, image, tokens)
+                raise _make_size_error(self.max_tokens, image, tokens)
 
     def _compute_shares(self, images: list[InputImage]) -> list[float]:
         if self.max_tokens is None:
@@ -339,11 +339,11 @@ def find_size(image: InputImage, share: float, max_tokens: int | None = None) ->
     distance, _, size = min(coarse, *fine)
     if distance == math.inf:
         assert max_tokens is not None
-        raise _too_small(max_tokens, image, count(1, 1))
+        raise _make_size_error(max_tokens, image, count(1, 1))
     return size
 
 
-def _too_small(max_tokens: int, image: InputImage, tokens: int) -> BudgetError:
+def _make_size_error(max_tokens: int, image: InputImage, tokens: int) -> BudgetError:
     height, width = image.size
     return BudgetError(
         f"keep={max_tokens} is too small for an image of {height} x {width} pixels. It has at least {tokens} tokens."

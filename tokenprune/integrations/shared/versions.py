@@ -31,12 +31,13 @@ def check_tested(package: str, version: str, newest: str) -> None:
     if not allow_untested():
         raise UnsupportedSetupError(
             f"{package} {version} is newer than {newest}, the newest version tested with this tokenprune. Run pip "
-            f"install '{package}<{_after(release)}', upgrade tokenprune-vlm, or set {UNTESTED}=1 and compare answers."
+            f"install '{package}<{_format_next_release(release)}', upgrade tokenprune-vlm, or set {UNTESTED}=1 and "
+            "compare answers."
         )
     _warn(package, version, newest)
 
 
-def _after(release: tuple[int, ...]) -> str:
+def _format_next_release(release: tuple[int, ...]) -> str:
     return ".".join(map(str, (*release[:-1], release[-1] + 1)))
 
 

@@ -103,7 +103,7 @@ def check(server: RemoteServer, model: str | None = None) -> Finding:
             )
         info = [labels for labels, value in parse_samples(page.text, "tokenprune:info") if value == 1]
         if not info:
-            return Finding(NOT_LOADED, _not_loaded(server, page.text))
+            return Finding(NOT_LOADED, _describe_not_loaded(server, page.text))
         state = _describe(info[0])
         if info[0]["setting"] == NONE:
             return Finding(NO_SETTING, (state, _START))
@@ -126,7 +126,7 @@ _START = (
 )
 
 
-def _not_loaded(server: RemoteServer, page: str) -> tuple[str, ...]:
+def _describe_not_loaded(server: RemoteServer, page: str) -> tuple[str, ...]:
     if "vllm:" not in page:
         return (
             f"{server.url} answers, but its /metrics has no metrics of vLLM. Is it a vLLM server, started without "
@@ -163,11 +163,11 @@ def _check_pruning(server: RemoteServer, info: Mapping[str, str], model: str | N
         )
     name = model or json.loads(cards.text)["data"][0]["id"]
     url = "data:image/png;base64," + base64.b64encode(draw_image(random.SystemRandom().random())).decode()
-    before = _tokens(server, info)
+    before = _read_token_counters(server, info)
     pruned = _ask(server, name, url)
     if pruned.status != 200:
         return Finding(NOT_REDUCED, (f"the server refuses an image with {pruned.error_text}",))
-    after = _tokens(server, info)
+    after = _read_token_counters(server, info)
     if info["setting"] == "off":
         return Finding(0, ("The server's own setting is off. Images are unpruned unless a request changes that",))
     if info["setting"].endswith("in the language model"):
@@ -201,7 +201,7 @@ def _check_pruning(server: RemoteServer, info: Mapping[str, str], model: str | N
     )
 
 
-def _tokens(server: RemoteServer, info: Mapping[str, str]) -> tuple[float, float]:
+def _read_token_counters(server: RemoteServer, info: Mapping[str, str]) -> tuple[float, float]:
     """Return the server's counters of visual tokens, before and after pruning."""
     samples = parse_samples(server.ask("/metrics").text, "tokenprune:visual_tokens_total")
     of_model = [(labels["stage"], value) for labels, value in samples if labels["model_name"] == info["model_name"]]

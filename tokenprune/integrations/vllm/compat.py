@@ -118,9 +118,9 @@ def on_start(act: Callable[[Any], None]) -> None:
     if act not in _acts:
         _acts.append(act)
     for engine in (AsyncLLM, LLMEngine):
-        call_after(engine, "__init__", _started)
+        call_after(engine, "__init__", _run_start_actions)
 
 
-def _started(result: None, engine: Any, *_: Any, **__: Any) -> None:
+def _run_start_actions(result: None, engine: Any, *_: Any, **__: Any) -> None:
     for act in _acts:
         act(engine)

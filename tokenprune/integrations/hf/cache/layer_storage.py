@@ -45,36 +45,36 @@ def count_layer_bytes(layer: Any, slots: int) -> int:
     """Return the stored bytes of a layer's `slots` (see `count_slots`), including scales and zero points."""
     if _quantizes(type(layer)):
         parts = (layer.keys, layer.values, layer._quantized_keys, layer._quantized_values)
-        return sum(_bytes(part) for part in parts)
+        return sum(_count_bytes(part) for part in parts)
     num_slots = layer.keys.shape[-2]
     return (layer.keys.nbytes + layer.values.nbytes) * slots // num_slots if num_slots else 0
 
 
-def _bytes(value: Any) -> int:
+def _count_bytes(value: Any) -> int:
     """Return the bytes of all tensors in a nested value. Quantized tensors may consist of several tensors."""
     if isinstance(value, Tensor):
         parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
-        return sum(_bytes(getattr(value, name)) for name in parts) if parts else value.nbytes
+        return sum(_count_bytes(getattr(value, name)) for name in parts) if parts else value.nbytes
     if isinstance(value, dict):
-        return sum(_bytes(part) for part in value.values())
-    return sum(_bytes(part) for part in value) if isinstance(value, (tuple, list)) else 0
+        return sum(_count_bytes(part) for part in value.values())
+    return sum(_count_bytes(part) for part in value) if isinstance(value, (tuple, list)) else 0
 
 
 def read_keys(cache: Cache, layer: int) -> Tensor:
     """Return the keys of a layer, shape (batch, heads, slots, channels), on the device and in the dtype of calls."""
-    return _states(cache, layer, "keys")
+    return _read_states(cache, layer, "keys")
 
 
 def read_values(cache: Cache, layer: int) -> Tensor:
     """Return the values of a layer, like `read_keys`."""
-    return _states(cache, layer, "values")
+    return _read_states(cache, layer, "values")
 
 
-def _states(cache: Cache, index: int, name: str) -> Tensor:
+def _read_states(cache: Cache, index: int, name: str) -> Tensor:
     layer: Any = cache.layers[index]
     states = getattr(layer, name)
     if is_quantized(layer):
-        return _dequantized(layer, getattr(layer, f"_quantized_{name}"), states)
+        return _dequantize_states(layer, getattr(layer, f"_quantized_{name}"), states)
     if is_offloaded(cache):
         # The cache may be prefetching the layer.
         torch.cuda.default_stream(layer.device).wait_stream(cache.prefetch_stream)
@@ -82,7 +82,7 @@ def _states(cache: Cache, index: int, name: str) -> Tensor:
     return states
 
 
-def _dequantized(layer: Any, quantized: Any, last: Tensor) -> Tensor:
+def _dequantize_states(layer: Any, quantized: Any, last: Tensor) -> Tensor:
     """Return all states of a quantized layer. last: States that are not quantized yet."""
     states = layer._dequantize(quantized)
     # The layer applies the beams' row order to quantized states only when it quantizes again.

@@ -172,7 +172,7 @@ class ReducedGrowing(Reduced):
 
 
 @functools.cache
-def _reduced_class(cls: type[Cache], kind: type) -> type[Cache]:
+def _make_reduced_class(cls: type[Cache], kind: type) -> type[Cache]:
     # The name is kept for messages and for checks of `type(cache).__name__`.
     return type(cls.__name__, (kind, cls), {"_tokenprune_original": cls, "__module__": cls.__module__})
 
@@ -185,7 +185,7 @@ def get_reduction(cache: Cache | None) -> Reduction | None:
 def attach(cache: Any, reduction: Reduction, kind: type = ReducedGrowing) -> None:
     """Make `cache` report logical lengths. kind: The mixin."""
     if not isinstance(cache, Reduced):
-        swap_class(cache, _reduced_class(cache.__class__, kind))
+        swap_class(cache, _make_reduced_class(cache.__class__, kind))
     cache.tokenprune_reduction = reduction
 
 

@@ -124,7 +124,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     The first entry of `call.groups` is replaced by inputs for the kept tokens.
     """
     embeds, positions = inputs.embeds, inputs.positions
-    mask, is_layer_mask = _uncut_mask(call, inputs, adapter)
+    mask, is_layer_mask = _build_uncut_mask(call, inputs, adapter)
     if positions is None:
         positions = adapter.positions(inputs.mask, call.past)
     if call.merged is not None:
@@ -160,7 +160,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     return DecoderInputs(embeds, mask, positions, inputs.cache, extras, inputs.names)
 
 
-def _uncut_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Any, bool]:
+def _build_uncut_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Any, bool]:
     """Return the attention mask before the cut, and True if it has the form that layers take.
 
     A 4-D mask and a dictionary of masks by kind of layer have this form already. A 2-D mask is converted, if possible
@@ -290,9 +290,9 @@ class DecoderSource(TokenSource):
         return mask if layout.valid is None else mask & layout.valid
 
     def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        return segments.cache.get("text", lambda: self._text_after(segments))
+        return segments.cache.get("text", lambda: self._find_text_after(segments))
 
-    def _text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+    def _find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         # The width is the same for all images of a row: the text after the row's first placeholder, known on the host.
         row = segments.row_index.squeeze(1)
         order, is_text = (to_device(values, self.hidden.device)[row] for values in self.call.prompt.text_after_image)

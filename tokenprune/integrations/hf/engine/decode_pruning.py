@@ -68,7 +68,7 @@ class DecodePruning(Part):
         if call.cuts_at(step.layer):
             hidden = self.adapter.flatten(get_hidden_states(args, kwargs))
             query = DecoderSource(call, call.state, hidden, self.adapter).get_last_slot()
-            row = _row(call, observed, query, call.past + call.state.layout.length)
+            row = _compute_attention_row(call, observed, query, call.past + call.state.layout.length)
             self._prefill[call] = _Prefill(row, call.state.segments.to(hidden.device))
         elif (state := get_step_state(call, self.method)) is not None:
             _decide(call, state, observed)
@@ -83,12 +83,12 @@ class DecodePruning(Part):
 
 def get_step_state(call: Call, method: Method) -> DecodeState | None:
     """Return the state of `method` if it selects tokens in this call (a decoding step), otherwise None."""
-    decode = _state(call)
+    decode = _get_state(call)
     # A cache that was filled under another patch is left unchanged.
     return decode if decode is not None and call.state.layout.length == 1 and method == decode.method else None
 
 
-def _state(call: Call) -> DecodeState | None:
+def _get_state(call: Call) -> DecodeState | None:
     decode = call.cached.decode
     assert decode is None or isinstance(decode, DecodeState)  # the only implementation of `DecodeMemory`
     return decode
@@ -97,7 +97,9 @@ def _state(call: Call) -> DecodeState | None:
 def _decide(call: Call, state: DecodeState, observed: Observations) -> None:
     """Select visual tokens at the input of the cut's layer, before this layer and later layers run."""
     start, cached = time.perf_counter(), call.cached
-    row = _row(call, observed, torch.zeros_like(call.state.layout.index), call.past + 1)  # the call has a single token
+    row = _compute_attention_row(
+        call, observed, torch.zeros_like(call.state.layout.index), call.past + 1
+    )  # the call has a single token
     observed.pop(ObservedAt.LAYER_BEFORE, None)  # frees the keys that may be evicted now
     changed = state.decide(row, call.past)
     if changed and state.method.mode == "evict" and cached.reduction is not None:
@@ -105,7 +107,7 @@ def _decide(call: Call, state: DecodeState, observed: Observations) -> None:
     state.stats.overhead_ms = (state.stats.overhead_ms or 0.0) + 1000 * (time.perf_counter() - start)
 
 
-def _row(call: Call, observed: Observations, query: Tensor, length: int) -> Tensor:
+def _compute_attention_row(call: Call, observed: Observations, query: Tensor, length: int) -> Tensor:
     """Return the attention of one token over logical positions, in the layer before the current layer.
 
     Args:
@@ -127,9 +129,9 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     """Return the state after the prefill's cut. before: Visual tokens that reached the cut."""
     visual = call.prompt.is_visual
     batch = len(visual)
-    types = before.cache.get("types", partial(_types, visual, before.mask.device))
+    types = before.cache.get("types", partial(_compute_token_types, visual, before.mask.device))
     position, kept = _find_kept(before, call.state.segments, *visual.shape)
-    available, previous = kept, _state(call)
+    available, previous = kept, _get_state(call)
     if call.past:
         # Earlier turns belong to the prompt now. Their images compete with the new images.
         earlier = types.new_full((len(types), call.past), int(TokenType.SYS))
@@ -148,7 +150,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     if (padding := call.padding(types.shape[1])) is not None:
         is_real[:, -padding.shape[1] :] = ~padding.to(is_real.device)
     # These counts are on the host, so the host does not wait for the device.
-    num_visual, count = _per_row(before, batch), _per_row(call.state.segments, batch)
+    num_visual, count = _count_per_row(before, batch), _count_per_row(call.state.segments, batch)
     start = count
     if previous is not None:
         num_visual, count = num_visual + previous.visual, count + previous.count
@@ -171,13 +173,13 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     )
 
 
-def _types(visual: Tensor, device: torch.device) -> Tensor:
+def _compute_token_types(visual: Tensor, device: torch.device) -> Tensor:
     """Return the `TokenType` of each token of the prompt, int64, from its placeholder mask. Both (batch, length)."""
     text = torch.where(visual.cumsum(1) > 0, int(TokenType.INS), int(TokenType.SYS))
     return to_device(torch.where(visual, int(TokenType.IMG), text), device)
 
 
-def _positions(segments: Segments, batch: int) -> Tensor:
+def _collect_positions(segments: Segments, batch: int) -> Tensor:
     """Return the positions of each row's visual tokens, shape (batch, tokens), int64, padded with -1."""
     rows: list[list[Tensor]] = [[segments.position.new_zeros(0)] for _ in range(batch)]
     for segment, row in enumerate(segments.row):
@@ -186,18 +188,18 @@ def _positions(segments: Segments, batch: int) -> Tensor:
 
 
 def _find_kept(before: Segments, after: Segments, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return the positions of each row's visual tokens before a cut (see `_positions`), and a mask of the kept tokens.
+    """Return the positions of each row's visual tokens before a cut (see `_collect_positions`), and which are kept.
 
     length: Number of tokens of each row.
     """
-    position = before.cache.get("positions", partial(_positions, before, batch))
+    position = before.cache.get("positions", partial(_collect_positions, before, batch))
     alive = torch.zeros(batch, length + 1, dtype=torch.bool, device=position.device)
     # Padding is written to a scratch entry at the end.
     alive.index_put_((after.row_index, torch.where(after.mask, after.position, length)), alive.new_ones(()))
     return position, alive.gather(1, position.clamp(min=0)) & (position >= 0)
 
 
-def _per_row(segments: Segments, batch: int) -> Tensor:
+def _count_per_row(segments: Segments, batch: int) -> Tensor:
     """Return the number of visual tokens of each row, shape (batch,), int64, on the host."""
     counts = [0] * batch
     for row, count in zip(segments.row, segments.counts, strict=True):

@@ -114,7 +114,7 @@ class DecodeState:
         self.stats.decode_rates.append(self.rate.tolist())
         self.stats.decode_kept.append(self.count.tolist())
         if changed and self.record:
-            self.stats.defer(partial(_add_cut, self.method, time - self.prompt + 1, self._alive()))
+            self.stats.defer(partial(_add_cut, self.method, time - self.prompt + 1, self._compute_alive_mask()))
         return changed
 
     def _choose(self, row: Tensor) -> bool:
@@ -145,7 +145,7 @@ class DecodeState:
         self.count = count
         return method.monotone or not torch.equal(self.kept, before)
 
-    def _alive(self) -> Tensor:
+    def _compute_alive_mask(self) -> Tensor:
         """Return the mask of the prompt's tokens that are kept, shape (batch, prompt), bool."""
         alive = self.is_real & (self.types != TokenType.IMG)
         alive = torch.cat([alive, alive.new_zeros(alive.shape[0], 1)], dim=1)

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 def hold_back(generator: Any, always: bool) -> None:
     """Make a generator of drafts propose no tokens after a prompt. always: Also propose no tokens later."""
     if always:
-        generator.get_candidates = _no_drafts
+        generator.get_candidates = _skip_drafts
     elif "get_candidates" not in vars(generator):  # otherwise another patch has done it
-        generator.get_candidates = partial(_first_draft, generator)
+        generator.get_candidates = partial(_skip_first_draft, generator)
 
 
-def _no_drafts(input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+def _skip_drafts(input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
     return input_ids, None
 
 
-def _first_draft(generator: Any, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+def _skip_first_draft(generator: Any, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
     """Replace `generator.get_candidates` for one call: propose no tokens after the prompt `input_ids`."""
     del generator.get_candidates
     # The generator still drafts one token, because its own cache and positions start at the prompt.

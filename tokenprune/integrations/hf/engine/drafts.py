@@ -48,7 +48,7 @@ class Drafts(Part):
     def _attach(self) -> None:
         for module in self.generating:
             if getattr(module, _MAKES_DRAFTS, None) is not None:
-                self.wrap(module, _MAKES_DRAFTS, partial(partial, self._generator))
+                self.wrap(module, _MAKES_DRAFTS, partial(partial, self._make_generator))
 
     def _add_notes(self, call: Call, inputs: DecoderInputs) -> None:
         drafts = get_thread_states().pop(self, None)
@@ -62,7 +62,9 @@ class Drafts(Part):
                 f"lacks GenerationMixin.{_MAKES_DRAFTS}."
             )
 
-    def _generator(self, original: Callable[..., CandidateGenerator], *args: Any, **kwargs: Any) -> CandidateGenerator:
+    def _make_generator(
+        self, original: Callable[..., CandidateGenerator], *args: Any, **kwargs: Any
+    ) -> CandidateGenerator:
         generator: Any = original(*args, **kwargs)
         if self.decides is not None:
             note = f"{self.decides} reads one token after the other, so drafts of assisted generation are not used."

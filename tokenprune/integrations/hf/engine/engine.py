@@ -128,7 +128,7 @@ class Engine(Attachable):
         hook(decoder.register_forward_hook, in_call(self._leave_decoder))
         hook(base.register_forward_hook, in_call(self._leave_base), always_call=True)
         for index, layer in enumerate(decoder.layers):
-            hook(layer.register_forward_pre_hook, partial(self._before_layer, index))
+            hook(layer.register_forward_pre_hook, partial(self._change_layer_inputs, index))
             if self.adapter.adds_after_layers:
                 hook(layer.register_forward_hook, in_call(partial(self._leave_layer, index)))
         self._hooked.record(self.model, self.hooked)
@@ -306,7 +306,7 @@ class Engine(Attachable):
 
     # -- decoder layers
 
-    def _before_layer(
+    def _change_layer_inputs(
         self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict] | None:
         """Change the arguments of a layer. Most layers of a call take their arguments unchanged."""

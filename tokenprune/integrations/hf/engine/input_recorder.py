@@ -41,9 +41,9 @@ class InputRecorder(Part):
         self.adapter, self.steps, self.attention = adapter, steps, attention
         self._entry: PerCall[tuple[Tensor, Layout]] = PerCall()
         self._next: PerCall[Observations] = PerCall()  # of the next cut
-        self.entry = {layer for layer in self._readers(ObservedAt.ENTRY) if layer}
+        self.entry = {layer for layer in self._find_readers(ObservedAt.ENTRY) if layer}
 
-    def _readers(self, *where: ObservedAt) -> list[int]:
+    def _find_readers(self, *where: ObservedAt) -> list[int]:
         """Return the layers whose cuts read an observable of `where`."""
         return sorted(layer for layer, step in self.steps.items() if select_observables(step.method.needs, *where))
 

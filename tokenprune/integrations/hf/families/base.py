@@ -131,11 +131,11 @@ class Adapter(PatchSource):
 
     def get_attention(self, layer: int) -> nn.Module:
         """Return the self-attention module of a decoder layer."""
-        return _layer_module(self, layer, "self_attn attention attn self_attention mixer", "self-attention module")
+        return _find_layer_module(self, layer, "self_attn attention attn self_attention mixer", "self-attention module")
 
     def get_attention_and_mlp(self, layer: int) -> tuple[nn.Module, nn.Module]:
         """Return the self-attention module and the MLP (or mixture of experts) of a decoder layer."""
-        return self.get_attention(layer), _layer_module(
+        return self.get_attention(layer), _find_layer_module(
             self, layer, "mlp feed_forward block_sparse_moe ffn", "known MLP"
         )
 
@@ -300,7 +300,7 @@ class Adapter(PatchSource):
         return []
 
 
-def _layer_module(adapter: Adapter, layer: int, names: str, kind: str) -> nn.Module:
+def _find_layer_module(adapter: Adapter, layer: int, names: str, kind: str) -> nn.Module:
     """Return the first submodule of a decoder layer with one of the space-separated `names`."""
     for name in names.split():
         if isinstance(module := getattr(adapter.decoder.layers[layer], name, None), nn.Module):

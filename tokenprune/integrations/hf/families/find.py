@@ -59,7 +59,7 @@ def get_adapter(model: nn.Module) -> Adapter:
     try:
         return ADAPTERS.get(kind, Adapter)(model)
     except UnsupportedModelError:
-        if (missing := _missing_modality(model)) is None:
+        if (missing := _describe_missing_modality(model)) is None:
             raise
         raise UnsupportedModelError(
             f"{type(model).__name__} is {missing}. Pass a whole vision-language model, such as "
@@ -67,7 +67,7 @@ def get_adapter(model: nn.Module) -> Adapter:
         ) from None
 
 
-def _missing_modality(model: nn.Module) -> str | None:
+def _describe_missing_modality(model: nn.Module) -> str | None:
     """Describe a model that has only text or only images. Return None if it may have both."""
     modalities = getattr(model, "input_modalities", ())
     modalities = {modalities} if isinstance(modalities, str) else set(modalities)

@@ -221,7 +221,7 @@ class LayerInputs:
         """
         fits_capacity = self.capacity is None or self.arrival.is_uncut
         if self.layout is self.arrival and self.reduction is None and fits_capacity:
-            return self._last_columns(mask, keys)  # the decoder built it for exactly these tokens
+            return self._select_last_columns(mask, keys)  # the decoder built it for exactly these tokens
         if mask is None and not self.ragged:
             return None
         if self.functions is not None and layer is not None:
@@ -240,7 +240,7 @@ class LayerInputs:
             queries = self.layout.index + self.past if self.past else self.layout.index
             return mask.build_mask(queries, columns, has_no_padding and not self.ragged, has_no_padding)
         if mask is not None:
-            columns = self._arrival_columns(columns)
+            columns = self._to_arrival_columns(columns)
             if self.capacity is None:
                 columns = self._shift_columns(mask, columns)
             else:
@@ -260,7 +260,7 @@ class LayerInputs:
             visible = self._memo[keys] = visible if self.decode is None else self.decode.hide(visible)
         return visible
 
-    def _last_columns(self, mask: Any, keys: KeySpan) -> Any:
+    def _select_last_columns(self, mask: Any, keys: KeySpan) -> Any:
         """Return the columns of a mask that a sliding layer needs, which holds only the last keys."""
         wider = isinstance(mask, Tensor) and mask.ndim == 4 and self.capacity is None and mask.shape[-1] > keys.slots
         return mask[..., -keys.slots :] if wider else mask
@@ -271,7 +271,7 @@ class LayerInputs:
         first = keys - mask.shape[-1] if isinstance(mask, Tensor) else 0
         return columns if first <= 0 else (columns - first).clamp(min=-1)
 
-    def _arrival_columns(self, columns: Tensor) -> Tensor:
+    def _to_arrival_columns(self, columns: Tensor) -> Tensor:
         """Translate logical positions to columns of the decoder's masks."""
         if self.arrival.is_uncut:
             return columns

@@ -109,7 +109,7 @@ class Plan:
         counts = dict(zip(zip(segments.row, segments.ordinal, strict=True), segments.counts, strict=True))
         return [counts.get(key, 0) for key in zip(self.rows, self.ordinals, strict=True)]
 
-    def _original(self, step: Step, arrived: list[int]) -> list[int]:
+    def _find_original_tokens(self, step: Step, arrived: list[int]) -> list[int]:
         """Return the tokens that reach the first stage of the method of `step`: `arrived` if `step` is that stage."""
         for stage in self.stages:
             if stage.step.owner == step.owner:
@@ -124,7 +124,7 @@ class Plan:
         for stage in self.stages:
             if stage.step is step and stage.arrived == arrived:
                 return stage  # as planned
-        original = self._original(step, arrived)
+        original = self._find_original_tokens(step, arrived)
         requested = [0] * len(arrived)
         alive = [index for index, count in enumerate(arrived) if count]
         for row in dict.fromkeys(self.rows[index] for index in alive):
@@ -207,7 +207,7 @@ class Planner:
         """Return (1, height, width) of an image of `count` tokens if the family's images are square."""
         return square_grid(count) if self.family.is_square(count, self.config) else None
 
-    def _runs_of_row(self, ids: Tensor, row: int, runs: list[tuple[int, int]]) -> list[int]:
+    def _find_row_runs(self, ids: Tensor, row: int, runs: list[tuple[int, int]]) -> list[int]:
         return self.runs_per_image(ids[row].tolist(), runs)
 
     def find_segments(
@@ -224,7 +224,7 @@ class Planner:
         outputs = outputs if family.features_per_image else {}
         runs: RunsPerImage | None = None
         if family.square == "runs" and prompt.input_ids is not None:
-            runs = partial(self._runs_of_row, prompt.input_ids)
+            runs = partial(self._find_row_runs, prompt.input_ids)
         elif family.square == "runs":
             notes.append(
                 "The prompt consists of embeddings, so its tiles are not grouped into images. Each tile is an image."

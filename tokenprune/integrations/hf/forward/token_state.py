@@ -101,7 +101,7 @@ class Layout:
         if min(kept_per_row) < width:  # fillers are on the left
             device = dropped.device
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            valid = _RIGHT_ENDS.get((device, stream, *kept_per_row), lambda: _right_ends(kept_per_row, device))
+            valid = _RIGHT_ENDS.get((device, stream, *kept_per_row), lambda: _build_right_mask(kept_per_row, device))
         return Layout(slots if self.is_uncut else self.index.gather(1, slots), valid, self.length, kept_per_row), slots
 
     def scatter_back(self, x: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def _scatter(segments: Segments, flat_indices: Tensor, shape: torch.Size, values
     return values.new_zeros(shape.numel() + 1).scatter_(0, target, values.flatten())[:-1].view(shape)
 
 
-def _right_ends(counts: list[int], device: torch.device) -> Tensor:
+def _build_right_mask(counts: list[int], device: torch.device) -> Tensor:
     """Return a mask that is True for the last `counts[row]` slots of each row, shape (batch, largest count or 1)."""
     first = torch.tensor([max(1, *counts) - count for count in counts], device="cpu")
     return to_device(torch.arange(max(1, *counts), device="cpu") >= first[:, None], device)

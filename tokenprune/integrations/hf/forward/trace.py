@@ -100,13 +100,13 @@ class Trace:
         stats.width_per_layer = [tokens.width for tokens in per_layer]
         slots = len(rows) * sum(stats.width_per_layer)
         stats.padding_share = 1 - sum(map(sum, rows)) / slots
-        stats.prefill_flops = self._flops([stats.width_per_layer] * len(rows), [self.length] * len(rows))
+        stats.prefill_flops = self._compute_flops([stats.width_per_layer] * len(rows), [self.length] * len(rows))
         stats.prefill_flops_full = len(rows) * self.shape.prefill_flops([self.length] * num_layers)
         stats.prefill_flops_ratio = stats.prefill_flops / stats.prefill_flops_full
         unpruned = sum(self.shape.prefill_flops([tokens] * num_layers) for tokens in self.tokens_per_row)
-        stats.prefill_flops_ratio_tokens = self._flops(rows, self.tokens_per_row) / unpruned
+        stats.prefill_flops_ratio_tokens = self._compute_flops(rows, self.tokens_per_row) / unpruned
 
-    def _flops(self, rows: Sequence[Sequence[int]], unpruned: list[int]) -> float:
+    def _compute_flops(self, rows: Sequence[Sequence[int]], unpruned: list[int]) -> float:
         """Return the FLOPs of rows with these token counts per layer. unpruned: tokens of each row at the entry."""
         return sum(
             self.shape.prefill_flops(list(row), self._attention(index, row, tokens))

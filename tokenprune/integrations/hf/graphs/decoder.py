@@ -102,7 +102,7 @@ class GraphedDecoder(Part):
         states = get_thread_states()
         states[self] = walk
         try:
-            output = forward(*args, **(kwargs if is_step else self._without_mask(kwargs)))
+            output = forward(*args, **(kwargs if is_step else self._remove_trivial_mask(kwargs)))
         finally:
             del states[self]
         walk.end()
@@ -145,7 +145,7 @@ class GraphedDecoder(Part):
             groups = self.groups.setdefault(key, Groups(self.adapter, eager_layers, starts))
         return (StepWalk if is_step else Walk)(groups, self.buckets)
 
-    def _without_mask(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _remove_trivial_mask(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Remove a mask that hides no token: the decoder would synchronise with the device to find out."""
         call, mask = self.current(), kwargs.get("attention_mask")
         if call is None or not isinstance(mask, Tensor) or mask.ndim != 2 or compat.get_cache(kwargs) is None:

@@ -36,7 +36,7 @@ class KnownModules:
         self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
         self._attributes = [vars(module) for module in modules]
         # References keep the tensors alive, so that their addresses are not reused.
-        self._tensors = [tensor for tensor in self._chained(self._values) if tensor is not None]
+        self._tensors = [tensor for tensor in self._iter_values(self._values) if tensor is not None]
         self._snapshot = self._take_snapshot()
 
     def unchanged(self) -> bool:
@@ -44,12 +44,12 @@ class KnownModules:
         return self._take_snapshot() == self._snapshot
 
     @staticmethod
-    def _chained(dicts: list[dict[str, Any]]) -> Iterator[Any]:
+    def _iter_values(dicts: list[dict[str, Any]]) -> Iterator[Any]:
         return chain.from_iterable(map(dict.values, dicts))
 
     def _take_snapshot(self) -> tuple[Any, ...]:
         # Each prefill waits for this function, so it uses no Python loops.
-        objects = list(map(id, chain(self._chained(self._children), self._chained(self._values))))
+        objects = list(map(id, chain(self._iter_values(self._children), self._iter_values(self._values))))
         addresses = list(map(Tensor.data_ptr, self._tensors))
         return objects, addresses, sum(map(len, self._hooks)), sum(map(len, self._attributes))
 

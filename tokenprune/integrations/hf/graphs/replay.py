@@ -53,7 +53,7 @@ class LayerCall:
     def key(self) -> Hashable:
         """Everything that a graph depends on, except the number of tokens and keys."""
         shapes = tuple(
-            (name, *((_without(tensor.shape, dim), tensor.dtype, tensor.device) for tensor in _as_tuple(value)))
+            (name, *((_remove_dim(tensor.shape, dim), tensor.dtype, tensor.device) for tensor in _as_tuple(value)))
             for name, (value, dim) in self.tensors.items()
         )
         shape = (self.hidden.shape[0], self.hidden.shape[2], self.hidden.dtype, self.hidden.device)
@@ -166,7 +166,7 @@ def _as_tuple(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:
+def _remove_dim(shape: torch.Size, dim: int) -> tuple[int, ...]:
     sizes = list(shape)
     del sizes[dim]
     return tuple(sizes)

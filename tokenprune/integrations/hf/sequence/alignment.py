@@ -74,7 +74,7 @@ def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, 
         wrong_row = next((row for row, end in enumerate(row_ends) if end not in boundaries), None)
         copies, remainder = divmod(len(features), get_record(output).num_encoded or len(features))
         if wrong_row is None and copies > 1 and not remainder:
-            wrong_row = _first_different_copy(features, copies, row_ends, image_ends)
+            wrong_row = _find_different_copy(features, copies, row_ends, image_ends)
         if wrong_row is not None:
             raise PlaceholderMismatchError(
                 f"The {modality} features are not in the order of the prompt's rows: row {wrong_row} has "
@@ -83,7 +83,7 @@ def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, 
             )
 
 
-def _first_different_copy(
+def _find_different_copy(
     features: Sequence[Tensor], copies: int, row_ends: Sequence[int], image_ends: Sequence[int]
 ) -> int | None:
     """Return the first row whose images differ from the row that it is a copy of.

@@ -121,7 +121,7 @@ class MaskFunctions:
     @cached_property
     def built(self) -> Any:
         """The result of `make`, with a `MaskFunction` instead of each mask."""
-        AttentionMaskInterface.register(_NAME, _function)
+        AttentionMaskInterface.register(_NAME, _make_mask_function)
         noted = copy.copy(self.config)
         noted._attn_implementation_internal = _NAME
         noted.tokenprune_original = self.config, self.length
@@ -139,7 +139,7 @@ class MaskFunctions:
         return function if is_default and isinstance(function, MaskFunction) else mask
 
 
-def _function(
+def _make_mask_function(
     mask_function: Callable[..., Tensor],
     attention_mask: Tensor | None,
     config: Any,

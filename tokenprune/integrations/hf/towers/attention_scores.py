@@ -214,11 +214,11 @@ class EncodedTokens:
 
     def _gather(self, parts: list[Tensor], segments: Segments) -> Tensor:
         """Gather per-feature values, one tensor per modality, into `[S, N, ...]`."""
-        indices = segments.cache.get(("numbers", *map(len, parts)), partial(self._feature_indices, segments))
+        indices = segments.cache.get(("numbers", *map(len, parts)), partial(self._compute_feature_indices, segments))
         values = [part.to(self.device) for part in parts]
         return (values[0] if len(values) == 1 else torch.cat(values))[indices]
 
-    def _feature_indices(self, segments: Segments) -> Tensor:
+    def _compute_feature_indices(self, segments: Segments) -> Tensor:
         """Return the index of each visual token among the features of all modalities, long `[S, N]`."""
         index, start = torch.zeros_like(self.masks[0][1], dtype=torch.long), 0
         for modality, mask, count in self.masks:

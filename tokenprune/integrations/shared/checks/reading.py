@@ -23,7 +23,7 @@ def reads_tower(method: Method | None) -> bool:
         >>> reads_tower(tokenprune.method("fastervlm")), reads_tower(tokenprune.method("divprune"))
         (True, False)
     """
-    return method is not None and bool(_tower_observables(method))
+    return method is not None and bool(_list_tower_observables(method))
 
 
 def find_missing_observable(method: Method, row: Family) -> str | None:
@@ -44,7 +44,7 @@ def find_reading_error(
         more: Another solution, appended to the message.
     """
     if tower is not None and reads_tower(method):
-        options = method.fallback_hint(_tower_observables(method), write)
+        options = method.fallback_hint(_list_tower_observables(method), write)
         fix = AFTER_THE_TOWER[:-1] + (f", or {method.name} with {options}" if options else "") + more
         return UnsupportedSetupError(
             f"{method.name} reads the vision tower, and the patches of {row.name!r}{tower} cannot be traced to visual "
@@ -71,7 +71,7 @@ def find_joined_layers_error(method: Method, config: Any) -> TokenPruneError | N
     )
 
 
-def _tower_observables(method: Method) -> list[str]:
+def _list_tower_observables(method: Method) -> list[str]:
     return [
         observable.name for observable in select_observables(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
     ]

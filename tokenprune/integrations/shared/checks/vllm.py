@@ -144,7 +144,7 @@ def _find_count_obstacle(method: Method) -> str | None:
 def _find_in_llm_obstacle(method: Method) -> str | None:
     if method.site is not Site.IN_LLM:
         return f"it does not act inside the language model ({method.site}). Leave {IN_LLM} out."
-    if _stages(method) != [method]:
+    if _list_stages(method) != [method]:
         return "it cuts at several layers, and only one cut is supported. Use a method with one cut, such as fastv."
     return None
 
@@ -174,7 +174,7 @@ def _find_before_llm_obstacle(method: Method) -> str | None:
             f"it acts inside the language model, after the length of the prompt is set ({method.site}). Use a PRE_LLM "
             "method."
         )
-    if _stages(method) != [method]:
+    if _list_stages(method) != [method]:
         options = _format_options(method.query_free)
         fix = f"{method.name} with {options}" if options else "its options that switch the later stages off"
         return f"it acts at several stages, and only the entry of the language model is supported. Use {fix}."
@@ -198,5 +198,5 @@ def _format_options(options: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
 
 
-def _stages(method: Method) -> list[Method]:
+def _list_stages(method: Method) -> list[Method]:
     return [stage for stage, _ in method.stages(Budget.from_keep(0.5), 32)]

@@ -92,11 +92,11 @@ class PartMatcher:
                 self.num_units[part] = count - self.protected
         if self.num_units == before:
             return None
-        targets, num_kept = targets[:-1].view(rows, width), self._of_rows(self.num_units, rows)
+        targets, num_kept = targets[:-1].view(rows, width), self._count_per_row(self.num_units, rows)
         merge = (
             Merge.from_kept(targets >= 0, num_kept)
             if drops
-            else build_merge(targets % width, self._of_rows(before, rows), num_kept)
+            else build_merge(targets % width, self._count_per_row(before, rows), num_kept)
         )
         if self.part_index is not None:
             self.part_index = self.part_index.gather(1, merge.keep)
@@ -114,7 +114,7 @@ class PartMatcher:
         self.part_index = self.part_index.to(device)
         return torch.where(self.part_index < 0, len(self.num_units), self.part_index).flatten().argsort(stable=True)
 
-    def _of_rows(self, counts: Sequence[int], rows: int) -> list[int]:
+    def _count_per_row(self, counts: Sequence[int], rows: int) -> list[int]:
         """Return the number of units of each row, given the number of units of each part."""
         total = [self.protected] * rows
         for row, count in zip(self.row_index, counts, strict=True):

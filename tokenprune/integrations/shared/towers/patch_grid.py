@@ -105,17 +105,17 @@ def trace_tokens(
     layout = source.family.patches
     scores = torch.cat(list(layers), dim=-1) if len({layer.shape[:-1] for layer in layers}) == 1 else None
     if layout == "runs":
-        traced = _runs(source, source.grids(modality, arguments), [layer.flatten(0, 1) for layer in layers])
+        traced = _trace_runs(source, source.grids(modality, arguments), [layer.flatten(0, 1) for layer in layers])
     elif scores is None:
         traced = None
     elif modality == "video":
-        traced = _pooled(source, arguments, scores)
+        traced = _trace_pooled(source, arguments, scores)
     elif layout == "sized":
-        traced = _sized(source, arguments, scores.flatten(0, 1))
+        traced = _trace_sized(source, arguments, scores.flatten(0, 1))
     elif layout == "packed":
-        traced = _packed(source, arguments, scores, packed)
+        traced = _trace_packed(source, arguments, scores, packed)
     else:
-        traced = _tiles(source, arguments, total, scores)
+        traced = _trace_tiles(source, arguments, total, scores)
     if traced is None:
         raise UnsupportedSetupError(
             f"The {modality} features of this {source.config.model_type!r} cannot be traced to patches of the vision "
@@ -127,7 +127,7 @@ def trace_tokens(
 _CELLS = FIFOCache()
 
 
-def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.device, first: int = 0) -> Tensor:
+def _build_grid_cells(tiles: int, height: int, width: int, size: int, device: torch.device, first: int = 0) -> Tensor:
     """Return the location of each visual token in its tile, shape (tiles * height * width, 6), int64.
 
     The columns are tile, row, column, height, width, size. The tensor is cached for images of the same size.
@@ -150,7 +150,7 @@ def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.de
     return _CELLS.get((tiles, height, width, size, device, first), make)
 
 
-def _no_patch(cells: Tensor) -> Tensor:
+def _build_empty_cell(cells: Tensor) -> Tensor:
     """Return the cell of a token without a patch, shape (1, 6), int64, in the style of `cells`."""
     return torch.cat([cells.new_full((1, 1), -1), torch.zeros_like(cells[:1, 1:3]), cells[:1, 3:]], dim=1)
 
@@ -167,7 +167,9 @@ def _patch_grid(source: PatchSource, arguments: dict[str, Any], patches: int) ->
     return (side, side) if side * side == patches else None
 
 
-def _tiles(source: PatchSource, arguments: dict[str, Any], total: int | None, scores: Tensor) -> TracedTokens | None:
+def _trace_tiles(
+    source: PatchSource, arguments: dict[str, Any], total: int | None, scores: Tensor
+) -> TracedTokens | None:
     rows, patches, channels = scores.shape
     grid = _patch_grid(source, arguments, patches)
     if not total or total % rows or grid is None:
@@ -181,29 +183,29 @@ def _tiles(source: PatchSource, arguments: dict[str, Any], total: int | None, sc
     mean = scores
     if side > 1:
         mean = scores.view(rows, height, side, width, side, channels).mean((2, 4)).view(rows, -1, channels)
-    cells = _grid_cells(rows, height, width, side * side, scores.device).view(rows, -1, 6)
+    cells = _build_grid_cells(rows, height, width, side * side, scores.device).view(rows, -1, 6)
     if leading:
         mean = torch.nn.functional.pad(mean, (0, 0, 1, 0))
-        cells = torch.cat([_no_patch(cells[0]).expand(rows, 1, 6), cells], dim=1)
+        cells = torch.cat([_build_empty_cell(cells[0]).expand(rows, 1, 6), cells], dim=1)
     return TracedTokens(mean.flatten(0, 1), cells.flatten(0, 1), rows, (rows, height, width, side, leading))
 
 
-def _packed(
+def _trace_packed(
     source: PatchSource, arguments: dict[str, Any], scores: Tensor, packed: PackedFeatures | None
 ) -> TracedTokens | None:
     tiles, patches, channels = scores.shape
     grid = _patch_grid(source, arguments, patches)
     if packed is None or packed.tokens_per_tile != patches or grid is None:
         return None
-    cells = _grid_cells(tiles, *grid, 1, scores.device)
+    cells = _build_grid_cells(tiles, *grid, 1, scores.device)
     ids = to_device(packed.get_feature_ids(torch.cat(packed.images)), scores.device)
     newline = (ids < 0).unsqueeze(-1)
     ids = ids.clamp(min=0)
     flat = scores.reshape(-1, channels)[ids].masked_fill(newline, 0)
-    return TracedTokens(flat, torch.where(newline, _no_patch(cells), cells[ids]), tiles)
+    return TracedTokens(flat, torch.where(newline, _build_empty_cell(cells), cells[ids]), tiles)
 
 
-def _runs(
+def _trace_runs(
     source: PatchSource, grids: list[tuple[int, int, int]] | None, layers: Sequence[Tensor]
 ) -> TracedTokens | None:
     """Trace the tokens of packed towers.
@@ -221,7 +223,7 @@ def _runs(
     of_images, start = [], 0
     for frames, height, width in grids:
         # Frames of all images are numbered consecutively.
-        of_images.append(_grid_cells(frames, height, width, size, tokens.device, start))
+        of_images.append(_build_grid_cells(frames, height, width, size, tokens.device, start))
         start += frames
     cells = torch.cat(of_images)
     window = getattr(vision, "window_size", None)
@@ -236,7 +238,7 @@ def _runs(
     return TracedTokens(tokens, cells, start)
 
 
-def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> TracedTokens | None:
+def _trace_sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> TracedTokens | None:
     side = getattr(source.config, "spatial_merge_size", source.family.get_unit_side(source.config))
     grids = arguments.get("image_grid_hws")
     if grids is None:
@@ -250,7 +252,7 @@ def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Tr
         rows, columns = height // side, width // side
         cropped = patches.view(height, width, -1)[: rows * side, : columns * side]
         means.append(cropped.reshape(rows, side, columns, side, -1).mean((1, 3)).flatten(0, 1))
-        cells.append(_grid_cells(1, rows, columns, side * side, scores.device, index))
+        cells.append(_build_grid_cells(1, rows, columns, side * side, scores.device, index))
     return TracedTokens(torch.cat(means), torch.cat(cells), len(grids))
 
 
@@ -260,7 +262,7 @@ def image_sizes(arguments: dict[str, Any]) -> list[tuple[int, int]]:
     return [tuple(pixels.shape[-2:])] * len(pixels) if sizes is None else torch.as_tensor(sizes, device="cpu").tolist()
 
 
-def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> TracedTokens | None:
+def _trace_pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> TracedTokens | None:
     """Trace the tokens of videos whose frames are pooled.
 
     LLaVA-NeXT-Video pools before the projector. LLaVA-OneVision pools features like images and appends a newline to
@@ -271,22 +273,22 @@ def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> T
     if videos is None or len(scores) % len(videos) or side * side != scores.shape[1]:
         return None
     if stride is not None:
-        mean = _squares(scores, side, stride)
+        mean = _average_squares(scores, side, stride)
         height = side // stride
-        return TracedTokens(mean, _grid_cells(len(scores), height, height, stride**2, scores.device), len(scores))
+        return TracedTokens(mean, _build_grid_cells(len(scores), height, height, stride**2, scores.device), len(scores))
     if pool is None:
         return None
     pooled = pool(scores)
     side, frames = math.isqrt(pooled.shape[1]), len(scores) // len(videos)
     if side * side != pooled.shape[1]:
         return None
-    cells = _grid_cells(len(scores), side, side, 4, scores.device).view(len(videos), -1, 6)
-    newline = _no_patch(cells[0]).expand(len(videos), 1, 6)
+    cells = _build_grid_cells(len(scores), side, side, 4, scores.device).view(len(videos), -1, 6)
+    newline = _build_empty_cell(cells[0]).expand(len(videos), 1, 6)
     flat = torch.nn.functional.pad(pooled.reshape(len(videos), frames * side * side, -1), (0, 0, 0, 1))
     return TracedTokens(flat.flatten(0, 1), torch.cat([cells, newline], dim=1).flatten(0, 1), len(scores))
 
 
-def _squares(scores: Tensor, side: int, stride: int) -> Tensor:
+def _average_squares(scores: Tensor, side: int, stride: int) -> Tensor:
     """Average over squares of `stride` patches of square frames. Incomplete squares are dropped, as by pooling."""
     cropped_side, count = side // stride * stride, side // stride
     grid = scores.view(len(scores), side, side, -1)[:, :cropped_side, :cropped_side]

@@ -76,19 +76,19 @@ GAUGES = {
 
 
 @cache
-def _counter(name: str) -> Counter:
+def _build_counter(name: str) -> Counter:
     # Created after the start of the engine, when vLLM has decided whether several processes share /metrics.
     return Counter(name, *COUNTERS[name])
 
 
 @cache
-def _gauge(name: str) -> Gauge:
+def _build_gauge(name: str) -> Gauge:
     return Gauge(name, *GAUGES[name], multiprocess_mode="max")  # API servers share one series
 
 
 def add(model_config: Any, name: str, *labels: str, count: int = 1) -> None:
     """Add to one of `COUNTERS`; `count=0` creates the series. labels: label values except the model's name."""
-    _counter(f"tokenprune:{name}").labels(model_config.served_model_name, *labels).inc(count)
+    _build_counter(f"tokenprune:{name}").labels(model_config.served_model_name, *labels).inc(count)
 
 
 def add_tokens(model_config: Any, name: str, label: tuple[str, str], before: int = 0, after: int = 0) -> None:
@@ -99,7 +99,7 @@ def add_tokens(model_config: Any, name: str, label: tuple[str, str], before: int
 
 def get_gauge(model_config: Any, name: str, *labels: str) -> Gauge:
     """Return a series of one of `GAUGES`."""
-    return _gauge(f"tokenprune:{name}").labels(model_config.served_model_name, *labels)
+    return _build_gauge(f"tokenprune:{name}").labels(model_config.served_model_name, *labels)
 
 
 _informed: dict[str, tuple[str, ...]] = {}
