@@ -8,11 +8,16 @@ without the plugin. So each step of the engine sleeps.
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import Any
 
 import torch
-from vllm.v1.sample.logits_processor import LogitsProcessor
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+else:
+    from vllm.v1.sample.logits_processor import LogitsProcessor
 
 STEP = 0.02  # seconds
 LONG = 30_000  # tokens of a stream: at least ten minutes, and tests close it earlier
@@ -23,12 +28,12 @@ ARGUMENTS = [
 
 
 class SlowSteps(LogitsProcessor):
-    """Sleep in each step of the engine, and leave the logits unchanged."""
+    """Sleep in each step of the engine, and leave the logits unchanged. The runners pass different arguments."""
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, *args: Any) -> None:
         pass
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: torch.Tensor, *args: Any) -> torch.Tensor:
         time.sleep(STEP)
         return logits
 

@@ -38,6 +38,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 # ngram imports numba, and vLLM 0.32 then fails on one of its objects when another engine starts in this process.
 @pytest.mark.last
+@pytest.mark.only_v1("Triton's interpreter cannot run V2's kernel for n-gram drafts")
 class TestSpeculation:
     """Drafts repeat tokens that followed the same tokens earlier in the prompt or the answer."""
 
@@ -163,6 +164,7 @@ class TestSharedCaches:
 
     NAME = "qwen2_5_vl"
 
+    @pytest.mark.only_v1("vLLM 0.32's V2 runner embeds text also on a server that only encodes, which has no decoder")
     def test_three_servers(
         self, start: Callable[..., Engine], reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -14,6 +14,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from runner import IN_LLM
 from test_in_llm_limits import DART, engine_config
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.in_llm import kv_cache
@@ -111,6 +112,7 @@ def config(folder: Callable[[str], Any]) -> Any:
     return engine_config(folder("llava_deep"), DART | {"experimental_free_kv": True})
 
 
+@IN_LLM
 @pytest.mark.parametrize(
     ("layers", "cut", "groups"), [(4, 2, 2), (4, 1, 4), (4, 3, 4), (32, 2, 16), (28, 9, 4), (32, 16, 2), (7, 4, 2)]
 )
