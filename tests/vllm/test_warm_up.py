@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import MultiModalBudget
 
 from conftest import DIVPRUNE, Engine
 from runner import IN_LLM
@@ -79,7 +81,7 @@ def test_server_runs_its_setting_and_profiles(start: Callable[..., Engine], runs
 def test_any_image_shape_and_longer_videos(start: Callable[..., Engine], runs: list[tuple[Setting, int]]) -> None:
     engine = start("qwen2_5_vl", {"method": "vscan", "stage2": False, "keep": 0.5})
     assert len(runs) == len(set(runs)) > 2
-    budget = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.mm_budget.mm_max_toks_per_item
+    budget = MultiModalBudget(engine.llm.llm_engine.vllm_config, MULTIMODAL_REGISTRY).mm_max_toks_per_item
     assert max(count for _, count in runs) == budget["video"] > budget["image"]
 
 
