@@ -119,6 +119,8 @@ class BenchPlan:
             return
         if self.equal_cost:
             raise OptionError("--equal-cost compares shares of all visual tokens. Leave out --max-visual-tokens.")
+        if self.videos:
+            raise OptionError("--max-visual-tokens limits images, and a question is about a video. Leave it out.")
         for setting in settings:
             if is_escalation(setting):
                 raise OptionError(f"{ESCALATE} does not support --max-visual-tokens. Leave out one.")

@@ -98,7 +98,8 @@ class Row:
         groups: Shares of the groups beside the kinds.
         evidence: Mean evidence recall over all questions (""), and of each kind and group. Empty for methods that do
             not select tokens.
-        setting: Setting of the method, if each method has its own (`BenchPlan.equal_cost`).
+        setting: Setting of the record, if method and keep do not determine it: at equal cost, or with
+            `BenchPlan.max_visual_tokens`.
         loyalty: Share of answers equal to the unpatched model's, character by character. None for that model.
     """
 
@@ -121,7 +122,7 @@ class Row:
     @property
     def keep_text(self) -> str:
         """The keep, with the share after all cuts for a stack."""
-        cuts = 1 if self.setting is not None or self.site is None else self.site.count("+") + 1
+        cuts = 1 if self.site is None else self.site.count("+") + 1
         return format_keep(self.keep, cuts, self.tokens_out / max(1.0, self.tokens_in))
 
     @property

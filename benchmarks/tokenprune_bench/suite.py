@@ -279,8 +279,9 @@ class Bench:
         return solve_setting(setting, run_pass.keep) if self.plan.equal_cost else setting
 
     def _build_setting_record(self, run_pass: Pass) -> dict[str, Any]:
-        """Return the setting for the record at equal cost, without its seed."""
-        setting = self._setting(run_pass) if self.plan.equal_cost else None
+        """Return the setting for the record, without its seed, if method and keep do not determine it."""
+        is_stored = self.plan.equal_cost or self.plan.max_visual_tokens is not None
+        setting = self._setting(run_pass) if is_stored else None
         return {} if setting is None else {"setting": {k: v for k, v in setting.to_json().items() if k != "seed"}}
 
     def _number_of_batches(self, run_pass: Pass) -> int:

@@ -24,7 +24,6 @@ from tokenprune_bench.cli.common import (
     EngineArgsOption,
     FramesOption,
     MaxNewTokensOption,
-    MostOption,
     ServerOption,
     SkipBadOption,
     SplitOption,
@@ -68,7 +67,13 @@ def bench(
             "Methods without such a setting are skipped.",
         ),
     ] = False,
-    max_visual_tokens: MostOption = None,
+    max_visual_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum visual tokens per image, before pruning. The row of `downsample` is then this limit alone.",
+        ),
+    ] = None,
     images: Annotated[
         int | None,
         typer.Option(

@@ -217,7 +217,7 @@ def _pair_settings(
 
 
 def _build_setting(record: dict[str, Any], seed: int | None) -> Setting:
-    """Return the setting of a record. At equal cost the record stores the setting itself."""
+    """Return the setting of a record. The record stores it if method and keep do not determine it."""
     if record["method"] == ESCALATE:
         return build_escalation(record["keep"])
     stored = record.get("setting")

@@ -22,7 +22,7 @@ from tokenprune_bench.results import summarise
 
 def test_each_method_gets_at_most_the_limit(tmp_path: Path) -> None:
     """demo_vlm has 256 tokens per image. The limit leaves 64, and half of the limit is 32."""
-    fixed = "bench --methods divprune,fastv --keep 0.5 --max-visual-tokens 64 --images 1 --repeats 0 --samples 0"
+    fixed = "bench --methods divprune,fastv --keep 0.5 --max-visual-tokens 64 --images 1 --repeats 0 --samples 1"
     result = CliRunner().invoke(app, [*fixed.split(), "--device", "cpu", "--run", str(tmp_path)])
     assert result.exit_code == 0, result.output
     output = " ".join(result.output.split())
@@ -35,6 +35,8 @@ def test_each_method_gets_at_most_the_limit(tmp_path: Path) -> None:
         ("unpatched", 1.0): 256, ("random", 0.5): 32, ("downsample", 64): 64, ("divprune", 0.5): 32, ("fastv", 0.5): 32,
     }  # fmt: skip
     assert {record["stats"]["visual_tokens_in"] / record["questions"] for record in rows.values()} == {256}
+    ((sample,),) = [json.loads(path.read_text())["samples"] for path in (tmp_path / "samples").glob("*.json")]
+    assert sample["tokens"] == 256 and {drawn["kept"] for drawn in sample["methods"]} == {32}
     other = CliRunner().invoke(app, [*fixed.replace("64", "128").split(), "--device", "cpu", "--run", str(tmp_path)])
     assert other.exit_code == 2 and "max_visual_tokens 64" in other.output
 
@@ -48,6 +50,8 @@ def test_methods_on_pixels_are_left_out_or_refused() -> None:
         BenchPlan(("escalate",), max_visual_tokens=64)
     with pytest.raises(OptionError, match="Leave out --max-visual-tokens"):
         BenchPlan(("divprune",), max_visual_tokens=64, equal_cost=True)
+    with pytest.raises(OptionError, match="limits images, and a question is about a video"):
+        BenchPlan(("divprune",), max_visual_tokens=64, videos=True)
     with pytest.raises(BudgetError, match="max_visual_tokens=0"):
         BenchPlan(("divprune",), max_visual_tokens=0)
 
