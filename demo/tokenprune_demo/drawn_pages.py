@@ -142,28 +142,29 @@ def _draw_line(rng: np.random.Generator, pen: ImageDraw.ImageDraw, x: int, y: in
 
 def _draw_letter(rng: np.random.Generator, width: int, height: int) -> _Page:
     """Draw a heading and paragraphs."""
-    (image, pen, left, ink), places = _build_sheet(rng, width, height), []
-    pen.rectangle((left, left, left + int(width * rng.uniform(0.3, 0.5)), left + 8), fill=ink)
-    pen.line((left, left + 18, width - left, left + 18), fill=ink)
-    step, y = int(rng.integers(16, 21)), left + 36
-    while y + step < height - left:
-        _draw_line(rng, pen, left, y + step // 2, width - left, ink)
-        places.append((left, y, width - left, step))
+    (image, pen, margin, ink), places = _build_sheet(rng, width, height), []
+    pen.rectangle((margin, margin, margin + int(width * rng.uniform(0.3, 0.5)), margin + 8), fill=ink)
+    pen.line((margin, margin + 18, width - margin, margin + 18), fill=ink)
+    step, y = int(rng.integers(16, 21)), margin + 36
+    while y + step < height - margin:
+        _draw_line(rng, pen, margin, y + step // 2, width - margin, ink)
+        places.append((margin, y, width - margin, step))
         y += step + (int(rng.integers(8, 24)) if rng.random() < 0.2 else 0)
     return _Page(image, places)
 
 
 def _draw_table(rng: np.random.Generator, width: int, height: int) -> _Page:
     """Draw a ruled grid with a heading row."""
-    image, pen, left, ink = _build_sheet(rng, width, height)
-    rows, columns = (height - 2 * left) // int(rng.integers(32, 42)), (width - 2 * left) // int(rng.integers(80, 120))
-    xs = np.linspace(left, width - left, columns + 1).astype(int).tolist()
-    ys = np.linspace(left, height - left, rows + 1).astype(int).tolist()
-    pen.rectangle((left, ys[0], width - left, ys[1]), fill=_sample_grey(rng, 170, 195))
+    image, pen, margin, ink = _build_sheet(rng, width, height)
+    rows = (height - 2 * margin) // int(rng.integers(32, 42))
+    columns = (width - 2 * margin) // int(rng.integers(80, 120))
+    xs = np.linspace(margin, width - margin, columns + 1).astype(int).tolist()
+    ys = np.linspace(margin, height - margin, rows + 1).astype(int).tolist()
+    pen.rectangle((margin, ys[0], width - margin, ys[1]), fill=_sample_grey(rng, 170, 195))
     for x in xs:
-        pen.line((x, left, x, height - left), fill=ink)
+        pen.line((x, margin, x, height - margin), fill=ink)
     for y in ys:
-        pen.line((left, y, width - left, y), fill=ink)
+        pen.line((margin, y, width - margin, y), fill=ink)
     places = [
         (x + 4, y, end - 3, after - y) for y, after in itertools.pairwise(ys[1:]) for x, end in itertools.pairwise(xs)
     ]
@@ -174,18 +175,18 @@ def _draw_table(rng: np.random.Generator, width: int, height: int) -> _Page:
 
 def _draw_receipt(rng: np.random.Generator, width: int, height: int) -> _Page:
     """Draw a centred heading, and entries with prices, some above a dotted rule."""
-    (image, pen, left, ink), places = _build_sheet(rng, width, height), []
+    (image, pen, margin, ink), places = _build_sheet(rng, width, height), []
     for line, half in enumerate((width // 4, width // 7)):
-        pen.rectangle((width // 2 - half, left + 14 * line, width // 2 + half, left + 14 * line + 7), fill=ink)
-    step, y = int(rng.integers(22, 28)), left + 40
-    while y + step < height - left:
-        price = width - left - int(rng.integers(24, 48))
-        _draw_line(rng, pen, left, y + step // 2, price - 12, ink)
-        pen.rectangle((price, y + step // 2, width - left, y + step // 2 + 1), fill=ink)
-        places.append((left, y, price - 4, step))
+        pen.rectangle((width // 2 - half, margin + 14 * line, width // 2 + half, margin + 14 * line + 7), fill=ink)
+    step, y = int(rng.integers(22, 28)), margin + 40
+    while y + step < height - margin:
+        price = width - margin - int(rng.integers(24, 48))
+        _draw_line(rng, pen, margin, y + step // 2, price - 12, ink)
+        pen.rectangle((price, y + step // 2, width - margin, y + step // 2 + 1), fill=ink)
+        places.append((margin, y, price - 4, step))
         y += step
         if rng.random() < 0.12:
-            for x in range(left, width - left, 8):
+            for x in range(margin, width - margin, 8):
                 pen.line((x, y + 4, x + 4, y + 4), fill=ink)
             y += 9
     return _Page(image, places)

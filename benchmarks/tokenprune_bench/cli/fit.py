@@ -17,7 +17,7 @@ from tokenprune_bench.cli.common import DeviceOption, DtypeOption, ThreadsOption
 
 def fit(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Method to fit; none: list those that are fitted.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Method to fit. Default: list the methods with a fit.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; default: called as the method's option.")] = None,
     images: Annotated[Path | None, typer.Option(help="Folder of images; default: drawn scenes.")] = None,
     data: Annotated[Path | None, typer.Option(help="File of rows with image and question, without answers.")] = None,

@@ -97,9 +97,8 @@ def _get_state(call: Call) -> DecodeState | None:
 def _decide(call: Call, state: DecodeState, observed: Observations) -> None:
     """Select visual tokens at the input of the cut's layer, before this layer and later layers run."""
     start, cached = time.perf_counter(), call.cached
-    row = _compute_attention_row(
-        call, observed, torch.zeros_like(call.state.layout.index), call.past + 1
-    )  # the call has a single token
+    query = torch.zeros_like(call.state.layout.index)  # the call has a single token
+    row = _compute_attention_row(call, observed, query, call.past + 1)
     observed.pop(ObservedAt.LAYER_BEFORE, None)  # frees the keys that may be evicted now
     changed = state.decide(row, call.past)
     if changed and state.method.mode == "evict" and cached.reduction is not None:
